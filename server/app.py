@@ -12,6 +12,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -30,8 +31,9 @@ from pilotfish.server.grpc.services import ControlService, Health, InferenceServ
 from pilotfish.server.http.gateway import HttpServer, gateway
 from pilotfish.server.http.routes import add_adapters, add_generation
 from pilotfish.server.lifecycle import Lifecycle, State
-from pilotfish.server.model import ServedModel, model_name
+from pilotfish.server.model import ServedModel, served_names
 from pilotfish.server.queue import AdmissionQueue
+from pilotfish.server.sampling_defaults import NO_DEFAULTS
 from pilotfish.server.telemetry.kv_events import ZmqKvEvents
 from pilotfish.server.telemetry.logs import PROGRESS
 from pilotfish.server.telemetry.metrics import Exposition, Metrics, watch_lag
@@ -66,13 +68,14 @@ class App:
         self.driver: Driver | None = None
         self.grpc_port = self.http_port = 0
         self._on_ready = on_ready
-        self.kv_events = ZmqKvEvents.configured(config, model_name(config.target))
+        self._names = served_names(config.target, config.served_model_name, config.adapter)
+        self.kv_events = ZmqKvEvents.configured(config, self._names[0])
         self.host = host or RemoteEngine(config)
         self._slow = SlowWork()
         self._callers = Callers.load(config.token_file)
         quotas = Quotas(config.max_requests_per_token, config.requests_per_second, time.monotonic)
         if tracing is None:
-            tracing = Tracing.configured(model_name(config.target)) if config.tracing else Tracing()
+            tracing = Tracing.configured(self._names[0]) if config.tracing else Tracing()
         self._admission = Admission(self._require_driver, self.metrics, self._slow, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
         # Other ranks end with the engine, and this process cannot restart them: torchrun has to restart all ranks.
@@ -126,7 +129,7 @@ class App:
 
     def _http_server(self) -> HttpServer:
         config = self.config
-        exposition = Exposition(self.metrics.registry, model_name(config.target) if config.vllm_metrics else None)
+        exposition = Exposition(self.metrics.registry, self._names[0] if config.vllm_metrics else None)
         app = gateway(self.lifecycle, lambda: self.driver, exposition, config, self._callers)
         add_generation(app, self._admission, config.stall_seconds)
         add_adapters(app, self._require_driver, config.adapter_root)
@@ -158,12 +161,7 @@ class App:
             if self._stop.is_set():
                 return None
             try:
-                model = loading.result()
-                if config.chat_format is not None:
-                    model = model.with_format(config.chat_format)
-                if model.chat is not None:
-                    logger.info("tool call format: %s", model.format.name)
-                return model
+                return self._as_configured(loading.result())
             except EngineCrashed as error:
                 self._supervisor.record()
                 has_failed = error.status is not None and error.status > 0  # would fail again
@@ -178,6 +176,22 @@ class App:
                 break
         await self.lifecycle.move(State.FAILED)
         return None
+
+    def _as_configured(self, model: ServedModel) -> ServedModel:
+        """Apply the options of the front ends, and log what is in effect."""
+        config, model = self.config, model.with_names(self._names)
+        if config.chat_format is not None:
+            model = model.with_format(config.chat_format)
+        if model.chat is not None:
+            logger.info("tool call format: %s", model.format.name)
+        if config.generation_config == "none":
+            return replace(model, defaults=NO_DEFAULTS)
+        for problem in model.defaults.problems:
+            logger.warning("%s: %s; it is not used", model.defaults.source, problem)
+        if model.defaults.values:
+            listed = ", ".join(f"{name} {value:g}" for name, value in model.defaults.values.items())
+            logger.info("default sampling parameters (%s): %s", model.defaults.source, listed)
+        return model
 
     def _progress(self, stage: str) -> None:
         """Log a stage of loading; called on any thread. Raises InterruptedError to stop the load."""

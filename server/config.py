@@ -26,7 +26,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from pilotfish.engine.config import EngineConfig, ModelName, can_be_opened
+from pilotfish.engine.config import AdapterName, EngineConfig, ModelName, can_be_opened
 from pilotfish.engine.errors import shown
 from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
@@ -73,7 +73,7 @@ class _Variables(EnvSettingsSource):
     """Environment variables: a list is JSON or comma-separated, as in PILOTFISH_DRAFT=/models/draft,mtp."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        if field_name == "draft" and not value.startswith("["):
+        if field_name in ("draft", "served_model_name") and not value.startswith("["):
             return [entry for entry in value.split(",") if entry]
         return super().decode_complex_value(field_name, field, value)
 
@@ -92,7 +92,8 @@ def _in_groups(shown_groups: Collection[str] | None) -> Callable[..., Action]:
         if shown_groups is not None and group not in shown_groups:
             kwargs["help"] = SUPPRESS
         if metavar:
-            kwargs["metavar"] = "MODEL" if metavar == "TARGET" else _METAVARS.get(metavar, metavar)
+            names = {"--served-model-name": "NAME", "TARGET": "MODEL"}
+            kwargs["metavar"] = names.get(flags[0]) or names.get(metavar) or _METAVARS.get(metavar, metavar)
         if metavar.isupper() and metavar.startswith("{"):  # the names of an enumeration
             kwargs["metavar"] = metavar.lower()
         return groups[group].add_argument(*flags, **kwargs)
@@ -151,6 +152,12 @@ class ServerConfig(BaseSettings, EngineConfig):
     chat_format: ChatFormatName | None = None
     """Format of the model's tool calls: hermes, qwen_coder, glm, llama, mistral, gemma, deepseek, harmony or plain;
     default: detected from the chat template."""
+    served_model_name: tuple[AdapterName, ...] = ()
+    """Name of the model in the API; repeatable: requests may use any of them. Default: the hub id, or the name of the
+    folder or file."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Default sampling parameters of OpenAI's and Anthropic's routes. auto: those of the checkpoint
+    (generation_config.json, or metadata of the GGUF file); none: those of the API."""
     adapter_root: FileName | None = None
     """Folder from which operators can load adapters at runtime; default: disabled."""
 

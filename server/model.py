@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,7 @@ from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.formats.base import ChatFormat
 from pilotfish.server.formats.detect import detect
 from pilotfish.server.formats.reasoning import PlainFormat
+from pilotfish.server.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 
 class EngineView(Protocol):
@@ -71,6 +72,8 @@ class ServedModel:
     chat: ChatTemplate | None = None  # None: the model accepts prompts, but no conversations
     format: ChatFormat = PLAIN  # notation of reasoning and calls
     fingerprint: str = ""  # identifies everything besides the request on which tokens depend (`fingerprint.py`)
+    aliases: tuple[str, ...] = ()  # further names
+    defaults: SamplingDefaults = NO_DEFAULTS  # of OpenAI's and Anthropic's routes
 
     @classmethod
     def around(
@@ -93,7 +96,17 @@ class ServedModel:
             chat,
             PLAIN if chat is None or codec is None else detect(chat.source, codec.added_tokens),
             fingerprint(config, engine.facts.dtype),
+            defaults=SamplingDefaults.load(config),
         )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model itself, without adapters."""
+        return (self.name, *self.aliases)
+
+    def with_names(self, names: Sequence[str]) -> ServedModel:
+        """Return the same model with these names."""
+        return replace(self, name=names[0], aliases=tuple(names[1:]))
 
     def fingerprint_with(self, adapter: str | None) -> str:
         """Return the fingerprint for requests with this adapter."""
@@ -114,6 +127,15 @@ def model_name(source: str) -> str:
     if source in embedded:
         return embedded[source]
     return Path(source).resolve().name if Path(source).exists() else source
+
+
+def served_names(target: str, chosen: Sequence[str], adapters: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the model: the chosen ones, or else its own. Raises ValueError if an adapter has one."""
+    names = tuple(dict.fromkeys(chosen)) or (model_name(target),)
+    for name in names:
+        if name in adapters:
+            raise ValueError(f"the adapter {name!r} has the name of the model; rename one (served_model_name, adapter)")
+    return names
 
 
 VERSION = 1  # increase it when sampling changes for the same logits, seed and position

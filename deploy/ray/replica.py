@@ -24,7 +24,7 @@ from pilotfish.server.driver import Driver
 from pilotfish.server.grpc import messages
 from pilotfish.server.grpc.services import ControlService
 from pilotfish.server.lifecycle import Lifecycle, State
-from pilotfish.server.model import ServedModel
+from pilotfish.server.model import ServedModel, served_names
 from pilotfish.server.queue import AdmissionQueue
 from pilotfish.server.streams.stream import OutputStream
 from pilotfish.server.telemetry.metrics import Metrics
@@ -43,6 +43,7 @@ WITHOUT_EFFECT = (
     "tracing",
     "vllm_metrics",
     "reflection",
+    "generation_config",
     "stall_seconds",
     "kv_events_endpoint",
     "kv_events_replay_endpoint",
@@ -56,7 +57,8 @@ class Replica:
     async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         self._config, self._lifecycle, self._slow = configured(options), Lifecycle(), SlowWork()
         self._host = RemoteEngine(self._config)  # its process has this one's devices, and ends with it
-        model = await self._host.start(logger.info)
+        names = served_names(self._config.target, self._config.served_model_name, self._config.adapter)
+        model = (await self._host.start(logger.info)).with_names(names)
         self._driver = self._started(model, Metrics(CollectorRegistry()))
         self._clock = asyncio.create_task(self._driver.run())
         await self._lifecycle.move(State.READY)

@@ -5,7 +5,6 @@ Independent of protocol, network and time.
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -24,13 +23,12 @@ from pilotfish.server.model import ServedModel
 Prompt: TypeAlias = str | Conversation | None  # None: the request already contains the tokens of its prompt
 
 NO_TOKENS = (0,)  # replaces an unusable prompt, so that the rest of the request can be checked
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def require_model(name: str | None, model: ServedModel) -> None:
     """Raise NotFound unless `name` is the served model, one of its adapters, or None."""
-    if name is not None and name != model.name and name not in model.engine.adapters:
-        known = ", ".join(map(repr, [model.name, *sorted(model.engine.adapters)]))
+    if name is not None and name not in model.names and name not in model.engine.adapters:
+        known = ", ".join(map(repr, [*model.names, *sorted(model.engine.adapters)]))
         raise NotFound(f"model is {shown(name)}; this server has {known}")
 
 
@@ -115,8 +113,6 @@ def checked(
 
 def _violations(request: Request, prompt: Prompt, model: ServedModel) -> Iterator[Violation]:
     """Yield violations that depend on tokenizer or chat template; the engine checks all other fields."""
-    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
-        yield Violation("request_id", f"is {shown(request.request_id)}; expected 1 to 128 of A-Z a-z 0-9 . _ : -")
     if isinstance(prompt, str) and model.codec is None:
         yield Violation("prompt", "is text, and the model has no tokenizer; send token_ids")
     if isinstance(prompt, Conversation) and (model.chat is None or model.codec is None):
@@ -152,7 +148,7 @@ def _complete(
         request,
         request_id=request.request_id or secrets.token_hex(12),
         token_ids=NO_TOKENS if prompt is not None and text is None else request.token_ids,
-        model=adapter or model.name,
+        model=adapter or request.model or model.name,
         adapter=adapter,
         sampling=sampling,
         speculation=speculation,
@@ -166,7 +162,7 @@ def _adapter_of(request: Request, model: ServedModel, found: list[Violation]) ->
     if name is not None and name not in model.engine.adapters:
         known = ", ".join(map(repr, sorted(model.engine.adapters))) or "none"
         raise NotFound(f"adapter is {shown(name)}; this server has {known}")
-    of_model = None if request.model == model.name else request.model
+    of_model = None if request.model in model.names else request.model
     if None not in (name, of_model) and name != of_model:
         found.append(Violation("adapter", f"is {shown(name)}, and model is {shown(of_model)}; expected the same"))
     return name or of_model

@@ -222,7 +222,7 @@ class AdapterCalls:
         driver = self._driver()
         if not re.fullmatch(ADAPTER_NAME, name) or name.endswith("\n"):
             raise InvalidRequest.of("name", f"is {shown(name)}; expected 1 to 128 of A-Z a-z 0-9 . _ : / -")
-        if name == driver.model.name:
+        if name in driver.model.names:
             raise InvalidRequest.of("name", f"is {shown(name)}, which is the model's own")
         try:
             return await driver.load_adapter(name, str(_below(root, path)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Iterator, MutableSequence, Sized
 from collections.abc import Sequence as Seq
 from itertools import chain
 from typing import Any, Literal, TypeVar, cast
 
 from pilotfish.engine.config import Bounds
-from pilotfish.engine.errors import Violation
+from pilotfish.engine.errors import Violation, shown
 from pilotfish.engine.params import (
     Guided,
     OutputOptions,
@@ -33,6 +34,7 @@ from pilotfish.v1 import generation_pb2 as pb
 Values = TypeVar("Values", bound=Sized)
 
 MAX_AT_ONCE = 100  # tokens whose log-probabilities are converted before other tasks run; each has many candidates
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MODES = {pb.SpeculationMode.Value(f"SPECULATION_MODE_{mode.name}"): mode for mode in SpeculationMode}
 _RULES = {pb.Verification.Value(f"VERIFICATION_{rule.name}"): rule for rule in Verification}
 _CHOICES = {pb.TOOL_CHOICE_MODE_NONE: "none", pb.TOOL_CHOICE_MODE_REQUIRED: "required"}  # all others: "auto"
@@ -64,8 +66,9 @@ def request_of(
         prediction=predicted,
         adapter=_given(message, "adapter"),
     )
-    if message.HasField("request_id") and not message.request_id:
-        found.append(Violation("request_id", "is ''; expected 1 to 128 of A-Z a-z 0-9 . _ : -"))
+    if message.HasField("request_id") and not _REQUEST_ID.fullmatch(message.request_id):
+        problem = f"is {shown(message.request_id)}; expected 1 to 128 of A-Z a-z 0-9 . _ : -"
+        found.append(Violation("request_id", problem))
     return request, prompt, prediction
 
 

@@ -32,7 +32,7 @@ class AgentBody(GenerationFields):
     """Base of the bodies of these routes, with the fields of `GenerationFields`."""
 
     no_input = None
-    usual_temperature = OPENAI_TEMPERATURE
+    usual_temperature, uses_model_defaults = OPENAI_TEMPERATURE, True
 
     def limited(self, max_tokens: int | None) -> Request:
         """Return a request without the conversation.

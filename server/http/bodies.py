@@ -8,17 +8,16 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from email.message import Message
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from pilotfish.engine.errors import InvalidRequest, Violation, shown
+from pilotfish.engine.errors import InvalidRequest, Violation
 from pilotfish.engine.params import (
     Guided,
     OutputOptions,
@@ -120,6 +119,7 @@ class GenerationFields(Body):
     # The input field, and a placeholder for an invalid input; None: only invalid fields of a body are reported.
     no_input: ClassVar[tuple[str, Any] | None] = ("prompt", "")
     usual_temperature: ClassVar[float] = 0.0
+    uses_model_defaults: ClassVar[bool] = False  # whether those of the checkpoint replace the API's
     # Patterns of gRPC field names, each with the name in the body, used if the body has that field.
     names: ClassVar[dict[str, str]] = {}
 
@@ -287,11 +287,15 @@ class ParsedBody(Generic[BodyT]):
     @property
     def readers(self) -> list[Reader]:
         """Functions that return the request of each prompt, with the violations found so far."""
-        return [partial(self._read, prompt) for prompt in self.prompts]
+        return [partial(self._read, i, prompt) for i, prompt in enumerate(self.prompts)]
 
-    def _read(self, prompt: Input, _: ServedModel, found: list[Violation]) -> tuple[Request, Prompt, str | None]:
+    def _read(
+        self, i: int, prompt: Input, _: ServedModel, found: list[Violation]
+    ) -> tuple[Request, Prompt, str | None]:
         found += self.wrong
         request = replace(self.request, token_ids=prompt) if isinstance(prompt, tuple) else self.request
+        if i and request.request_id:
+            request = replace(request, request_id=f"{request.request_id}-{i}")
         return request, None if isinstance(prompt, tuple) else prompt, self.body.predicted
 
     @property
@@ -322,6 +326,18 @@ class ParsedBody(Generic[BodyT]):
             return replace(wrong, field=f"{prompt}{of_prompt[1] or ''}")
         problem = f"{wrong.problem} (in the request of {prompt})" if prompt else wrong.problem
         return replace(wrong, field=self.body.called(wrong.field), problem=problem)
+
+    def complete(self, defaults: Mapping[str, Any]) -> None:
+        """Fill in the model's default sampling parameters where the body has none."""
+        if not self.body.uses_model_defaults:
+            return
+        sampling = self.request.sampling
+        missing = {name: value for name, value in defaults.items() if getattr(self.body, name, None) is None}
+        if sampling.max_tokens is not None:  # by any of its names
+            missing.pop("max_tokens", None)
+        elif "max_tokens" in missing:  # a recommendation: the room of the context may be smaller
+            missing |= {"max_tokens": max(missing["max_tokens"], sampling.min_tokens), "fit_context": True}
+        self.request = replace(self.request, sampling=replace(sampling, **missing))
 
     def resume_after(self, event_id: str, max_n: int) -> None:
         """Resume the stream after the event with this id.
@@ -359,9 +375,9 @@ def _computed_again(output: ReceivedOutput) -> ReceivedOutput:
     return replace(output, tail=output.tail or has_ended, has_ended=False, recount=has_ended)
 
 
-def read_body(kind: type[BodyT], data: bytes, content_type: str) -> ParsedBody[BodyT]:
+def read_body(kind: type[BodyT], data: bytes) -> ParsedBody[BodyT]:
     """Return fields, request and violations. Raises InvalidRequest if the body is not an object."""
-    found = read_json(data, content_type)
+    found = read_json(data)
     try:
         return _asked(kind.model_validate(found))
     except ValidationError as error:
@@ -393,10 +409,10 @@ MAX_DIGITS = 1000  # of an integer: parsing takes quadratic time, and no field n
 MAX_ERRORS = 100  # violations that are converted; a response has room for fewer
 
 
-def fields_of(kind: type[FieldsT], data: bytes, content_type: str) -> FieldsT:
+def fields_of(kind: type[FieldsT], data: bytes) -> FieldsT:
     """Return the fields of a body. Raises InvalidRequest with all violations."""
     try:
-        return kind.model_validate(read_json(data, content_type))
+        return kind.model_validate(read_json(data))
     except ValidationError as error:
         wrong = violations(error.errors(include_url=False)[:MAX_ERRORS])
     raise InvalidRequest(wrong)
@@ -422,13 +438,8 @@ def _real(digits: str) -> float:
     return float(digits)
 
 
-def read_json(data: bytes, content_type: str) -> Any:
-    """Decode JSON. The content type must be JSON, so that no web page can send it to another site."""
-    described = Message()
-    described["content-type"] = content_type or "text/plain"  # a page can also send a body without a type
-    subtype = described.get_content_subtype()
-    if described.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
-        raise InvalidRequest.of("body", f"is of type {shown(content_type)}; expected application/json")
+def read_json(data: bytes) -> Any:
+    """Decode JSON. Raises InvalidRequest."""
     try:
         text = data.decode("utf-8-sig")
         _require_few_parts(text)

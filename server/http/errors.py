@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from fastapi.responses import JSONResponse
+from starlette.types import Scope
 
 from pilotfish.engine.errors import ContextExcess, InvalidRequest, PilotfishError, Violation, shown
 from pilotfish.server.admission.status import MAX_VIOLATION, clipped, refusal, shortened
@@ -38,9 +39,18 @@ _TYPES = {  # by status: OpenAI's and Anthropic's type; `_INVALID` for all other
     503: ("server_error", "overloaded_error"),
     504: ("server_error", "timeout_error"),
 }
+# Codes that OpenAI's clients compare, by the reason of a refusal; the code of all others is the reason itself. There is
+# no `insufficient_quota`, after which clients do not retry: a caller's limits are of live requests and of a rate.
+_CODES = {
+    "not_found": "model_not_found",
+    "unauthenticated": "invalid_api_key",
+    "queue_full": "rate_limit_exceeded",
+    "quota": "rate_limit_exceeded",
+}
 MAX_MESSAGE = 4000  # bytes of UTF-8
 UNAVAILABLE_SECONDS = 1.0  # a retry after this time may find another state
 MESSAGES = "/v1/messages"  # Anthropic's routes
+REQUEST_ID = "request_id"  # key of a request's scope
 _TAGS = re.compile(r"<\d+>|\[key\]")  # of unions, and of an object's keys
 
 
@@ -61,16 +71,24 @@ class HttpError:
             return {"type": "error", "error": {"type": anthropic, "message": self.message}}
         return {"error": {"message": self.message, "type": openai, "param": self.param, "code": self.code}}
 
-    def response(self, path: str) -> JSONResponse:
+    def response(self, scope: Scope) -> JSONResponse:
         """Return the response. After an internal error or a passed deadline, its headers ask clients not to retry."""
-        headers = {}
+        headers, body = id_headers(scope), self.body(scope["path"])
+        if "request-id" in headers:
+            body["request_id"] = headers["request-id"]
         if self.retry_seconds is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_seconds))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in (500, 504):
             headers["x-should-retry"] = "false"
-        return JSONResponse(self.body(path), self.status, headers)
+        return JSONResponse(body, self.status, headers)
+
+
+def id_headers(scope: Scope) -> dict[str, str]:
+    """Return the headers with the id of a request, as OpenAI's clients read them, and Anthropic's on their routes."""
+    names = ("x-request-id", "request-id") if scope["path"].startswith(MESSAGES) else ("x-request-id",)
+    return dict.fromkeys(names, str(scope[REQUEST_ID]))
 
 
 def http_error(error: HttpError | PilotfishError, path: str = "") -> HttpError:
@@ -81,8 +99,8 @@ def http_error(error: HttpError | PilotfishError, path: str = "") -> HttpError:
     status = _STATUSES.get(refused.code, 500)
     retry = UNAVAILABLE_SECONDS if status == 503 else refused.retry_seconds
     if not isinstance(error, InvalidRequest):
-        code = "model_not_found" if status == 404 else refused.metric
-        return HttpError(status, code, clipped(str(error), MAX_MESSAGE), retry_seconds=retry)
+        code, field = _CODES.get(refused.metric, refused.metric), "model" if status == 404 else None
+        return HttpError(status, code, clipped(str(error), MAX_MESSAGE), field, retry)
     found = shortened(error.violations)
     over = next((violation for violation in found if violation.excess is not None), None)
     parts = [str(v) if v.excess is None else _context_words(path, v.field, v.excess) for v in found]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import secrets
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import h11
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,7 +30,7 @@ from pilotfish.server.admission.security import Callers
 from pilotfish.server.config import LOOPBACK, ServerConfig
 from pilotfish.server.driver import Driver
 from pilotfish.server.errors import Forbidden, NotFound, Unauthenticated
-from pilotfish.server.http.errors import HttpError, http_error
+from pilotfish.server.http.errors import REQUEST_ID, HttpError, http_error, id_headers
 from pilotfish.server.lifecycle import Lifecycle, State
 from pilotfish.server.telemetry.metrics import Exposition
 
@@ -47,6 +50,8 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+_REQUEST_ID = re.compile(r"[!-.0-~]{1,128}")
+_UNTYPED = ("", "application/x-www-form-urlencoded")  # types of bodies whose sender has chosen none, as `curl -d`
 OPEN_PATHS = frozenset({"/health", *PAGE_FILES})
 
 
@@ -59,6 +64,9 @@ class Guard:
     127.0.0.1 (DNS rebinding); the browser then treats this server as the page's own site, and the page could read every
     answer. The header Host still has the page's name.
     - Without a known token only open paths are served.
+    - A body must be JSON by its type. curl's default type, or none, counts as JSON, but not from a web page (header
+    Origin): a page can send such bodies to other sites without their consent.
+    - Each request gets an id: that of the header X-Request-Id, or a new one.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, callers: Callers) -> None:
@@ -70,22 +78,23 @@ class Guard:
 
         HEAD uses the route of GET; uvicorn omits the body.
         """
-        refused = self._refusal(scope)
+        headers = Headers(scope=scope)
+        scope[REQUEST_ID] = secrets.token_hex(12)
+        refused = self._refusal(scope, headers)
         if refused is not None:
-            await http_error(refused).response(scope["path"])(scope, receive, send)
+            await http_error(refused).response(scope)(scope, receive, send)
             return
         kept = [(name, value) for name, value in scope["headers"] if name != b"cookie"]
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         counted = _Counted(receive, self._config.max_message_bytes, self._config.body_seconds)
         await self._app({**scope, "headers": kept, "method": method}, counted, send)
 
-    def _refusal(self, scope: Scope) -> HttpError | PilotfishError | None:
-        """Return the error of a refused request; else store the caller in the scope."""
+    def _refusal(self, scope: Scope, headers: Headers) -> HttpError | PilotfishError | None:
+        """Return the error of a refused request; else store its caller and id in the scope."""
         head = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope.get("raw_path", b""))
         if head > self._config.max_header_bytes:
             problem = f"the headers have {head} bytes; the limit is {self._config.max_header_bytes}"
             return HttpError(431, "http", problem)
-        headers = Headers(scope=scope)
         given = headers.get("host")
         if self._names is not None and given is not None and not self._is_ours(given, self._names):
             problem = f"the header Host is {shown(given)}; expected localhost or a loopback address, or set token_file"
@@ -95,7 +104,12 @@ class Guard:
                 scope["caller"] = self._callers.of_metadata(_credentials(headers), (scope.get("client") or (None,))[0])
             except Unauthenticated as error:
                 return error
-        return None
+        request_id = headers.get("x-request-id", scope[REQUEST_ID])
+        if not _REQUEST_ID.fullmatch(request_id):
+            expected = "expected 1 to 128 visible ASCII characters without /"
+            return HttpError(400, "invalid", f"the header X-Request-Id is {shown(request_id)}; {expected}")
+        scope[REQUEST_ID] = request_id
+        return _type_problem(headers) if scope["method"] == "POST" else None
 
     @staticmethod
     def _is_ours(given: str, names: set[str]) -> bool:
@@ -107,11 +121,39 @@ class Guard:
             return False
 
 
+def _type_problem(headers: Headers) -> HttpError | None:
+    """Return the error of a body that is not JSON by its header Content-Type; None if it may be JSON."""
+    given = headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return None
+    found = f"is {shown(given)}" if given else "is missing"
+    if kind in _UNTYPED:
+        if "origin" not in headers:
+            return None
+        found += ", and a web page sent it (header Origin)"
+    return HttpError(415, "http", f"the header Content-Type {found}; expected application/json")
+
+
 def _credentials(headers: Headers) -> Iterable[tuple[str, str]]:
     """Return the headers; without `authorization`, Anthropic's `x-api-key` counts as a bearer token."""
     if "authorization" in headers:
         return headers.items()
     return [("authorization", f"Bearer {value}") for value in headers.getlist("x-api-key")]
+
+
+class IdentifiedRoute(APIRoute):
+    """A route whose responses have the id of their request."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def identified(request: Request) -> Response:
+            response = await handle(request)
+            response.headers.update(id_headers(request.scope))
+            return response
+
+        return identified
 
 
 LAST_RESPONSES_SECONDS = 2  # for unread responses: a stalled client must not delay the shutdown
@@ -129,6 +171,7 @@ def gateway(
     app, started = FastAPI(title="Pilotfish", version=version(), docs_url=None, redoc_url=None), time.monotonic()
     created = int(time.time())  # of the server: the model's creation time is unknown
     app.add_middleware(Guard, config=config, callers=callers)
+    app.router.route_class = IdentifiedRoute
     for path, (file, media_type) in PAGE_FILES.items() if config.playground else ():
         page = Response(file.read_bytes(), headers=PAGE_HEADERS, media_type=media_type)
         app.router.routes.append(Route(path, page, methods=["GET"]))
@@ -144,6 +187,11 @@ def gateway(
         if loaded is not None:
             body |= _vitals(loaded)
         return JSONResponse(body, status_code=200 if lifecycle.state is State.READY else 503)
+
+    @app.get("/version")
+    async def its_version() -> dict[str, str]:
+        """Return the version of the server."""
+        return {"version": version()}
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -170,16 +218,17 @@ def gateway(
 
 
 def _models(driver: Driver, created: int) -> list[dict[str, Any]]:
-    """Return the model in OpenAI's format, with the maximum context; then each adapter, with its model as parent."""
+    """Return the model by each of its names, in OpenAI's format with additions, and its adapters, with their parent."""
     model = driver.model
     about = {
         "object": "model",
         "created": created,
         "owned_by": "pilotfish",
         "max_model_len": model.engine.facts.limits.max_model_len,
+        "default_sampling_params": dict(model.defaults.values),
     }
     adapters = ({"id": name, **about, "parent": model.name} for name in driver.adapters)
-    return [{"id": model.name, **about}, *adapters]
+    return [*({"id": name, **about} for name in model.names), *adapters]
 
 
 def _vitals(driver: Driver) -> dict[str, Any]:

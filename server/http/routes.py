@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -16,11 +17,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from pilotfish.engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation, shown
+from pilotfish.engine.errors import InvalidRequest, PilotfishError, shown
 from pilotfish.engine.types import FinishedOutput, TokenEvent
 from pilotfish.server.admission.admission import Admission
 from pilotfish.server.admission.security import AdapterCalls
-from pilotfish.server.admission.slow_work import release_turn
 from pilotfish.server.driver import Driver
 from pilotfish.server.http.bodies import GenerateBody, GenerationFields, ParsedBody, fields_of, read_body
 from pilotfish.server.http.calls import (
@@ -33,13 +33,14 @@ from pilotfish.server.http.calls import (
     WholeAnswer,
     unless_gone,
 )
-from pilotfish.server.http.errors import INTERNAL, HttpError, http_error
+from pilotfish.server.http.errors import INTERNAL, REQUEST_ID, HttpError, http_error
 from pilotfish.server.http.event_ids import EventIds
 from pilotfish.server.http.fields import Body, Text
 from pilotfish.server.http.messages import ConversationBody, MessagesAnswer, MessagesBody
 from pilotfish.server.http.openai.answers import FINISH_REASONS, ChatAnswers, TextAnswers, fit, tokens_of
 from pilotfish.server.http.openai.bodies import ChatBody, CompletionBody
 from pilotfish.server.http.responses import ResponsesAnswer, ResponsesBody
+from pilotfish.server.http.tokenization import DetokenizeBody, TokenizeBody, counted, detokenized, tokenized
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -64,13 +65,18 @@ def add_generation(app: FastAPI, admission: Admission, stall_seconds: float) -> 
         add(path, generating(kind, answers), about, _schema(kind, path))
         about = "Return the tokens of each prompt, or of the rendered conversation."
         body = {"requestBody": {"$ref": f"#/paths/{path.replace('/', '~1')}/post/requestBody"}}
-        add(f"{path}/render", _converting(admission, kind, _rendered), about, body)
+        add(f"{path}/render", _converting(admission, partial(read_body, kind), _rendered), about, body)
     about = "Continue a conversation, in the format of OpenAI's Responses API."
     add("/v1/responses", generating(ResponsesBody, ResponsesAnswer), about)
     about = "Continue a conversation, in the format of Anthropic's Messages API."
     add("/v1/messages", generating(MessagesBody, MessagesAnswer), about)
     about = "Return the number of prompt tokens of a conversation."
-    add("/v1/messages/count_tokens", _converting(admission, ConversationBody, _counted), about)
+    count = _converting(admission, partial(read_body, ConversationBody), counted)
+    add("/v1/messages/count_tokens", count, about)
+    about = "Return the tokens of a prompt or a conversation."
+    add("/tokenize", _converting(admission, partial(read_body, TokenizeBody), tokenized), about)
+    about = "Return the text of tokens."
+    add("/detokenize", _converting(admission, partial(fields_of, DetokenizeBody), detokenized), about)
 
     @app.api_route("/v1/responses/{response_id}", methods=["GET", "DELETE"], include_in_schema=False)
     async def stored(response_id: str) -> Response:
@@ -88,10 +94,12 @@ def _generating(
     async def endpoint(request: Request) -> Response:
         data = await request.body()
         async with admission.slow.turn(len(data)):
-            read = await admission.slow.run(read_body, kind, data, request.headers.get("content-type", ""))
+            read = await admission.slow.run(read_body, kind, data)
+            read.request = replace(read.request, request_id=_unique_id(request))
             ends = time.monotonic() + (math.inf if read.body.timeout is None else read.body.timeout)
             caller, headers = request.scope["caller"], dict(request.headers)
             model = admission.driver().model
+            read.complete(model.defaults.values)
             after = request.headers.get("last-event-id")
             if fit(read, model, is_continued=after is not None) and after is not None:
                 read.resume_after(after, model.engine.config.max_n)
@@ -110,10 +118,16 @@ def _generating(
     return endpoint
 
 
+def _unique_id(request: Request) -> str:
+    """Return the id of the request, made unique if the caller chose it: several live requests may have one."""
+    chosen: str = request.scope[REQUEST_ID]
+    return f"{chosen}-{secrets.token_hex(4)}" if "x-request-id" in request.headers else chosen
+
+
 def _converting(
     admission: Admission,
-    kind: type[GenerationFields],
-    converted: Callable[[Admission, ParsedBody[Any]], Awaitable[Any]],
+    read: Callable[[bytes], Any],
+    converted: Callable[[Admission, Any], Awaitable[Any]],
 ) -> Endpoint:
     """Return an endpoint that generates nothing and raises the errors of the same generation request."""
 
@@ -121,8 +135,8 @@ def _converting(
         data = await request.body()
         with admission.conversion(request.scope["caller"]):
             async with admission.slow.turn(len(data)):
-                read = await admission.slow.run(read_body, kind, data, request.headers.get("content-type", ""))
-                found = await converted(admission, read)
+                body = await admission.slow.run(read, data)
+                found = await converted(admission, body)
         text = await admission.slow.run(json.dumps, found, is_slow=True)
         return Response(text, media_type="application/json")
 
@@ -150,20 +164,6 @@ async def _rendered(admission: Admission, read: ParsedBody[CompletionBody | Chat
     return found[0] if is_chat else found
 
 
-async def _counted(admission: Admission, read: ParsedBody[ConversationBody]) -> Any:
-    model = admission.driver().model
-    if model.codec is None or model.chat is None:
-        raise Unsupported(f"{model.name} does not support conversations: it has no tokenizer or no chat template")
-    found = list[Violation]()
-    request, prompt, _ = read.readers[0](model, found)
-    text = await admission.text_of(prompt, request, model, found)
-    if text is None or found:
-        with read.naming():
-            raise InvalidRequest(found)
-    release_turn()
-    return {"input_tokens": len(await admission.encoded(text, model.codec, bare=True))}
-
-
 @cache  # constant, and the most expensive step of the start
 def _schema(kind: type[GenerationFields], path: str) -> dict[str, Any]:
     """Describe the body of a path for `/openapi.json`, with the schemas that it references."""
@@ -176,11 +176,11 @@ def _schema(kind: type[GenerationFields], path: str) -> dict[str, Any]:
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(PilotfishError)
     async def refused(request: Request, error: PilotfishError) -> JSONResponse:
-        return http_error(error, request.url.path).response(request.url.path)
+        return http_error(error, request.url.path).response(request.scope)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        response = HttpError(error.status_code, "http", str(error.detail)).response(request.url.path)
+        response = HttpError(error.status_code, "http", str(error.detail)).response(request.scope)
         allowed = (error.headers or {}).get("Allow")
         if allowed is not None:  # the route of GET also answers HEAD
             response.headers["Allow"] = allowed if "HEAD" in allowed else allowed.replace("GET", "GET, HEAD")
@@ -193,7 +193,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, _: Exception) -> JSONResponse:
-        return INTERNAL.response(request.url.path)  # uvicorn logs the exception with its traceback
+        return INTERNAL.response(request.scope)  # uvicorn logs the exception with its traceback
 
 
 class NativeAnswers(Answers):
@@ -254,7 +254,7 @@ def add_adapters(app: FastAPI, driver: Callable[[], Driver], root: Path | None) 
     async def load(request: Request) -> Response:
         """Load an adapter from a folder on the server."""
         calls.require_allowed(request.scope["caller"])  # before anything is read
-        body = fields_of(LoadAdapterBody, await request.body(), request.headers.get("content-type", ""))
+        body = fields_of(LoadAdapterBody, await request.body())
         try:
             await calls.load(body.lora_name, body.lora_path, request.scope["caller"])
         except InvalidRequest as invalid:
@@ -266,6 +266,6 @@ def add_adapters(app: FastAPI, driver: Callable[[], Driver], root: Path | None) 
     async def unload(request: Request) -> Response:
         """Unload an adapter as soon as no live request uses it."""
         calls.require_allowed(request.scope["caller"])
-        body = fields_of(UnloadAdapterBody, await request.body(), request.headers.get("content-type", ""))
+        body = fields_of(UnloadAdapterBody, await request.body())
         calls.unload(body.lora_name, request.scope["caller"])
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

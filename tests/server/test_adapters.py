@@ -12,6 +12,8 @@ from google.rpc import error_details_pb2
 
 from pilotfish.client import NotFoundError
 from pilotfish.engine.errors import ModelError
+from pilotfish.server.app import App
+from pilotfish.server.config import ServerConfig
 from pilotfish.server.lifecycle import State
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
@@ -256,3 +258,9 @@ async def test_by_the_client(root):
         await connection.unload_adapter("one")
         with pytest.raises(NotFoundError):
             await connection.generate("ab", adapter="one")
+
+
+@pytest.mark.parametrize(("target", "names"), [("fake", ["it", "taken"]), ("taken", [])])
+def test_an_adapter_cannot_have_a_name_of_the_model(target, names):
+    with pytest.raises(ValueError, match="the adapter 'taken' has the name of the model"):
+        App(ServerConfig(target=target, served_model_name=names, adapter={"taken": "a"}))

@@ -33,6 +33,21 @@ def test_in_shares_the_embedded_target_drafts_with_none_of_its_own_layers() -> N
         assert ("self:3" in config.draft) == (config.tensor_parallel_size == 1)
 
 
+@pytest.mark.parametrize(
+    ("flags", "variable"),
+    [
+        (["--served-model-name", "who/it", "--served-model-name=it"], "x"),
+        (["--served-model-name", "who/it,it"], "x"),
+        ([], "who/it,it"),
+    ],
+)
+def test_a_model_can_have_several_names(flags, variable, monkeypatch) -> None:
+    monkeypatch.setenv("PILOTFISH_SERVED_MODEL_NAME", variable)
+    assert ServerConfig.load(["some/model", *flags]).served_model_name == ("who/it", "it")
+    with pytest.raises(ValidationError, match="served_model_name"):
+        ServerConfig.load(["some/model", "--served-model-name", "a b"])
+
+
 @pytest.mark.parametrize(("processes", "shares"), [(1, 2), (2, 1), (4, 2)])
 def test_as_many_processes_as_shares(processes, shares, capsys, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(processes))

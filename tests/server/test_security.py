@@ -272,7 +272,7 @@ async def test_live_requests_are_limited_by_caller(tokens):
             mine = {"Authorization": f"Bearer {ALICE}"}
             answer = await http.post("/generate", headers=mine, json={"prompt": "a"})
             assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-            assert answer.json()["error"]["code"] == "quota"
+            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
         error = await error_of(server.inference.Generate(request(), metadata=bearer(ALICE)))
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000

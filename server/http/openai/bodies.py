@@ -67,7 +67,7 @@ class StreamOptions(Body):
 class OpenAiBody(GenerationFields):
     """Fields of both OpenAI routes."""
 
-    usual_temperature = OPENAI_TEMPERATURE
+    usual_temperature, uses_model_defaults = OPENAI_TEMPERATURE, True
 
     n: UInt32 | None = None
     max_tokens: UInt32 | None = None
@@ -217,10 +217,13 @@ class ChatTurn(Body):
         )
 
 
+ChatTurns = Annotated[list[ChatTurn], Field(fail_fast=True), at_most(MAX_MESSAGES)]
+
+
 class ChatBody(OpenAiBody):
     """Body of `POST /v1/chat/completions`."""
 
-    no_input = ("messages", [])
+    no_input: ClassVar[tuple[str, Any] | None] = ("messages", [])
     names: ClassVar = {
         "prompt": "messages",
         "max_tokens": "max_completion_tokens",
@@ -230,7 +233,7 @@ class ChatBody(OpenAiBody):
         "template_arguments": "chat_template_kwargs",
     }
 
-    messages: Annotated[list[ChatTurn], Field(fail_fast=True), at_most(MAX_MESSAGES)]
+    messages: ChatTurns
     max_completion_tokens: UInt32 | None = None
     logprobs: Flag | None = None
     top_logprobs: UInt32 | None = None

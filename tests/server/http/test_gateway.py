@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import socket
 import time
-from dataclasses import replace
 
 import pytest
 
-from pilotfish.engine.types import Logprob
+from pilotfish.engine.types import Adapter, Logprob
 from tests.engine.text.test_codec import CODEC, END
 from tests.server import fake_engine
-from tests.server.fake_engine import SHIFT, TEXT, FakeEngine, logprob_of, served
-from tests.server.http.interfaces import CHAT, events_in, on_the_shared_server, talking, text_of
+from tests.server.fake_engine import SHIFT, TEXT, FakeEngine, logprob_of
+from tests.server.http.interfaces import CHAT, INTERFACES, events_in, on_the_shared_server, talking, text_of
+from tests.serving import grpc_client
 
 pytestmark = on_the_shared_server
 
@@ -165,9 +165,32 @@ async def test_the_model_is_listed_and_found_by_its_name():
             missing = await server.http.get(f"/v1/models/{name}")
             assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
             assert repr(name) in missing.json()["error"]["message"]
-    load = lambda *_: replace(served(FakeEngine()), name="who/it")  # noqa: E731
-    async with talking(load=load) as server:
+
+
+async def test_a_model_has_the_names_that_are_configured_and_answers_with_the_one_asked_for():
+    async with talking(served_model_name=("who/it", "it"), adapter_root="/", vllm_metrics=True) as server:
+        server.engine.adapters["fine"] = Adapter("fine", 1, "f")
+        cards = (await server.http.get("/v1/models")).json()["data"]
+        assert [(card["id"], card.get("parent")) for card in cards] == [
+            ("who/it", None),
+            ("it", None),
+            ("fine", "who/it"),
+        ]
         assert (await server.http.get("/v1/models/who/it")).json()["id"] == "who/it"
+        for about in INTERFACES.values():
+            for asked in (None, "who/it", "it", "fine"):
+                answer = (await server.http.post(about.path, json=about.asking(2, model=asked))).json()
+                assert answer.get("model", asked or "who/it") == (asked or "who/it")
+                assert server.engine.requests[-1].adapter == ("fine" if asked == "fine" else None)
+            answer = await server.http.post(about.path, json=about.asking(2, model="fake"))
+            assert answer.status_code == 404
+            assert "'who/it', 'it', 'fine'" in answer.json()["error"]["message"]
+        async with grpc_client(server) as client:
+            for name in ("who/it", "it"):
+                assert (await client.generate("ab", model=name)).text
+        taken = await server.http.post("/v1/load_lora_adapter", json={"lora_name": "it", "lora_path": "tmp"})
+        assert (taken.status_code, "the model's own" in taken.text) == (400, True)
+        assert 'model_name="who/it"' in (await server.http.get("/metrics")).text
 
 
 async def test_no_answer_waits_for_the_callers_acknowledgement():

@@ -36,10 +36,10 @@ JSON = {"content-type": "application/json"}
 KINDS = {"/generate": GenerateBody, "/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 
 
-def told(path, data, content_type="application/json"):
+def told(path, data):
     """What is wrong with a body, as texts; none if nothing is."""
     try:
-        read = read_body(KINDS[path], data if isinstance(data, bytes) else json.dumps(data).encode(), content_type)
+        read = read_body(KINDS[path], data if isinstance(data, bytes) else json.dumps(data).encode())
     except InvalidRequest as invalid:
         return [str(violation) for violation in invalid.violations]
     return [str(violation) for violation in read.wrong]
@@ -200,12 +200,6 @@ def test_a_mark_of_the_byte_order_is_no_mistake():
     assert told("/generate", b'\xef\xbb\xbf{"prompt":"a"}') == []
 
 
-@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "nonsense", "(" * 9000])
-def test_what_a_page_can_send_to_another_site_without_asking_is_refused(kind):
-    [found] = told("/generate", PROMPT, kind)
-    assert "expected application/json" in found
-
-
 HALF = [
     ("/generate", rb'"prompt":"a","\ud800":1'),
     *[
@@ -238,12 +232,12 @@ def test_a_field_may_be_named_like_a_type():
 async def test_large_bodies_are_read_beside_the_loop_one_at_a_time_and_small_ones_on_it():
     seen, open_now, most = [], [], []
 
-    def watched(kind, data, about):
+    def watched(kind, data):
         open_now.append(data)
         most.append(len(open_now))
         seen.append((len(data) > 2048, threading.current_thread() is threading.main_thread()))
         try:
-            return read_body(kind, data, about)
+            return read_body(kind, data)
         finally:
             open_now.remove(data)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import httpx
+import openai
 import pytest
 
 from pilotfish.server.lifecycle import State
@@ -12,6 +13,7 @@ from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.interfaces import INTERFACES, events_in, on_the_shared_server, talking, text_of
 from tests.server.test_life import metric
+from tests.server.test_security import ALICE
 from tests.serving import until
 
 CODES = {  # of a status; the last is that of Anthropic's API
@@ -173,6 +175,41 @@ async def test_refusals_have_the_form_of_the_interface(name):
         assert broken.headers["x-should-retry"] == "false"
         server.engine.poison = set()
         assert (await post(json=about.asking(5, timeout=60))).status_code == 200
+
+
+@each_interface
+async def test_a_refused_token_and_a_rate_have_the_codes_that_clients_compare(name, tokens):
+    about = INTERFACES[name]
+    async with talking(token_file=tokens, requests_per_second=1.0) as server:
+        known = {"authorization": f"Bearer {ALICE}"}
+        answers = [await server.http.post(about.path, json=about.asking(2), headers=known) for _ in range(2)]
+        answers.append(await server.http.post(about.path, json=about.asking(2), headers={"x-api-key": "not-a-token"}))
+        answers.append(await server.http.post(about.path, json=about.asking(2)))
+    assert [answer.status_code for answer in answers] == [200, 429, 401, 401]
+    errors = [answer.json()["error"] for answer in answers[1:]]
+    assert [error["type"] for error in errors] == ["rate_limit_error", "authentication_error", "authentication_error"]
+    if name != "messages":
+        assert [error["code"] for error in errors] == ["rate_limit_exceeded", "invalid_api_key", "invalid_api_key"]
+    assert 1 <= int(answers[1].headers["retry-after"]) <= 2
+
+
+async def test_openais_client_raises_its_own_errors(tokens):
+    async with talking(token_file=tokens, requests_per_second=3.0) as server:
+        server.engine.max_model_len = 100
+        mine, bad = server.client.with_options(api_key=ALICE), server.client
+        wrong = [
+            (openai.AuthenticationError, bad, {"model": "fake"}, "invalid_api_key", None),
+            (openai.NotFoundError, mine, {"model": "gpt-6"}, "model_not_found", "model"),
+            (openai.BadRequestError, mine, {"prompt": "x" * 300}, "context_length_exceeded", "prompt"),
+            (openai.BadRequestError, mine, {"max_tokens": 100}, "context_length_exceeded", "max_tokens"),
+            (openai.RateLimitError, mine, {}, "rate_limit_exceeded", None),
+        ]
+        for kind, client, fields, code, param in wrong:
+            with pytest.raises(kind) as raised:
+                await client.completions.create(**{"model": "fake", "prompt": "ab"} | fields)
+            assert (raised.value.code, raised.value.param) == (code, param)
+            assert raised.value.request_id
+            assert ("maximum context length is 100 tokens" in str(raised.value)) == code.startswith("context")
 
 
 @pytest.mark.parametrize("name", ["completions", "messages"])  # the code behind all is the same
