@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -24,6 +24,7 @@ from pydantic_settings import (
 )
 
 from engine.config import EngineConfig, ModelName, can_be_opened
+from engine.errors import ModelError
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
@@ -36,7 +37,7 @@ _GROUPS = {
     "config": "general",
     "target": "model",
     "revision": "model",
-    "chat_format": "model",
+    "chat_template": "model",
     "draft": "drafting",
     "max_model_len": "batching and memory",
     "max_prompt_tokens": "limits of a request",
@@ -98,9 +99,11 @@ class ServerConfig(BaseSettings, EngineConfig):
     log_format: LogFormat = "auto"
     """Log format; auto: text on a terminal, else json."""
 
+    chat_template: FileName | None = None
+    """File with the chat template (Jinja); default: that of the model."""
     chat_format: str | None = None
-    """Format of the model's tool calls: hermes, qwen_coder, glm, llama, mistral, gemma, deepseek, harmony or plain;
-    default: detected from the chat template."""
+    """Format of the model's tool calls: hermes, qwen_coder, glm, llama, mistral, gemma, deepseek, harmony or generic;
+    default: detected from the chat template, generic if that does not render tools."""
     adapter_root: FileName | None = None
     """Folder from which operators can load adapters at runtime; default: disabled."""
 
@@ -178,6 +181,18 @@ class ServerConfig(BaseSettings, EngineConfig):
             drafts = _EMBEDDED[:-1] if shared else _EMBEDDED  # its own layers need an unsharded target
             return {"draft": drafts} | values | {"target": str(embedded_target())}
         return values
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_is_valid(cls, file: Path | None) -> Path | None:
+        if file is not None:
+            from server.chat import ChatTemplate, read_template
+
+            try:
+                ChatTemplate(read_template(file), {})
+            except ModelError as error:
+                raise ValueError(str(error)) from None
+        return file
 
     @model_validator(mode="after")
     def _serving_options_fit(self) -> Self:

@@ -20,6 +20,8 @@ from engine.text.stops import Asides, StopStrings
 from server.formats.json_text import JsonText
 
 ANY_OBJECT = '{"type": "object"}'
+ANY_ARGUMENTS = '{"type": "object", "additionalProperties": true}'
+NO_ARGUMENTS = '{"type": "object", "properties": {}}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,14 @@ class Tool:
 
     name: str
     description: str = ""
-    parameters: str = ANY_OBJECT
+    parameters: str = NO_ARGUMENTS
     strict: bool = False
+
+    @property
+    def declaration(self) -> dict[str, Any]:
+        """The function as OpenAI's API and chat templates write it."""
+        function = {"name": self.name, "description": self.description, "parameters": json.loads(self.parameters)}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,7 @@ class CallArguments:
     text: str
 
 
+Turn: TypeAlias = dict[str, Any]  # of a conversation, as chat templates expect it
 Piece: TypeAlias = Reasoning | Content | CallStart | CallArguments
 
 
@@ -236,11 +245,16 @@ class ChatFormat(ABC):
     turns: ClassVar[tuple[str, ...]] = ()  # markers of turns; parsers drop those that are tokens
 
     newest: ClassVar[str] = ""  # the default variant
+    is_guided: ClassVar[bool] = False  # whether calls are always constrained, because the model may not know the format
 
     def __init__(
         self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None, variant: str = ""
     ) -> None:
         self.special, self.reasoning, self._variant = dict(special or {}), reasoning, variant or self.newest
+
+    def rendered(self, turns: Iterable[Turn], tools: Sequence[Tool]) -> tuple[Iterable[Turn], Sequence[Tool]]:
+        """Return the turns and functions that the chat template renders; by default these."""
+        return turns, tools
 
     def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False) -> Any:
         """Return a `Parser` for one output.
@@ -334,8 +348,8 @@ def without(*marks: str) -> str:
 
 
 def arguments_rule(tool: Tool, quote: str = "") -> str:
-    """Return the right-hand side of a Lark rule for arguments that are valid under the tool's schema.
+    """Return the right-hand side of a Lark rule for arguments that are valid under the tool's schema, and declared.
 
     `quote`: the token around strings, in Lark; empty for JSON.
     """
-    return json_rule(tool.parameters, is_object=True, lenient=not tool.strict, quote=quote)
+    return json_rule(tool.parameters, of_tool=True, lenient=not tool.strict, quote=quote)

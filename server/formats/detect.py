@@ -1,16 +1,17 @@
-"""Detects the format of a model by the markers in its chat template."""
+"""Detects the format of a model by its chat template: by markers in it, and by what it renders."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from engine.errors import ModelError
-from server.formats.base import ChatFormat, ReasoningMarks
+from engine.errors import InvalidRequest, ModelError
+from server.chat import ChatTemplate
+from server.formats.base import ChatFormat, ReasoningMarks, Tool, Turn
 from server.formats.deepseek import DeepSeekFormat
 from server.formats.gemma import GemmaFormat
+from server.formats.generic import GenericFormat
 from server.formats.harmony import HarmonyFormat
 from server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
-from server.formats.reasoning import PlainFormat
 from server.formats.tagged import GlmFormat, QwenCoderFormat
 
 # Some contain the markers of others, so the order matters.
@@ -43,22 +44,72 @@ _VARIANTS = {
 FORMATS: dict[str, type[ChatFormat]] = {
     kind.name: kind
     for kind in (
-        *(PlainFormat, HermesFormat, QwenCoderFormat, GlmFormat, LlamaFormat),
+        *(GenericFormat, HermesFormat, QwenCoderFormat, GlmFormat, LlamaFormat),
         *(MistralFormat, GemmaFormat, DeepSeekFormat, HarmonyFormat),
     )
 }
 
+# The conversation with which templates are tried. Some refuse ids other than nine letters and digits.
+_TOOL, _PLACE, _RESULT = Tool("probed_function"), "probed place", "probed result"
+_ASKED: list[Turn] = [{"role": "user", "content": "Hello"}]
+_CALL = {
+    "id": "probe1234",
+    "type": "function",
+    "function": {"name": _TOOL.name, "arguments": {"place": _PLACE}},
+}
+_ANSWERED: list[Turn] = [
+    *_ASKED,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": _RESULT, "name": _TOOL.name, "tool_call_id": _CALL["id"]},
+]
 
-def detect(template: str | None, special_tokens: Mapping[str, int], override: str | None = None) -> ChatFormat:
+
+def detect(template: ChatTemplate, special_tokens: Mapping[str, int], override: str | None = None) -> ChatFormat:
     """Return the format of a checkpoint with this chat template, or the one named `override`.
 
-    `special_tokens`: the ids of all tokens that were added to its tokenizer, by text. Raises ModelError for an unknown
-    name.
+    It is the generic one if the template does not render tools, or if its notation of calls is unknown.
+
+    Args:
+        template: the chat template.
+        special_tokens: the ids of all tokens that were added to the checkpoint's tokenizer, by text.
+        override: the name of a format.
+
+    Raises:
+        ModelError: the name is unknown, or the template renders no functions and the format needs them.
     """
-    text = template or ""
-    name = override or next((name for name, marks in _MARKS if all(mark in text for mark in marks)), "plain")
-    if name not in FORMATS:
-        raise ModelError(f"the chat format is {name!r}; expected one of {', '.join(FORMATS)}")
+    if override is not None and override not in FORMATS:
+        raise ModelError(f"the chat format is {override!r}; expected one of {', '.join(FORMATS)}")
+    has_functions = _renders(template, _ASKED, [_TOOL], _TOOL.name)
+    if override not in (None, GenericFormat.name, HermesFormat.name) and not has_functions:
+        problem = "the chat template renders no functions (options chat_template and chat_format)"
+        raise ModelError(f"the chat format is {override!r}, and {problem}")
+    has_tools = has_functions and (override is not None or _renders(template, _ANSWERED, [_TOOL], _RESULT, _PLACE))
+    return format_in(template.source, special_tokens, override if has_tools else GenericFormat.name, _place(template))
+
+
+def format_in(
+    text: str, special_tokens: Mapping[str, int], name: str | None = None, place: str = "system"
+) -> ChatFormat:
+    """Return the format, or the one with this name, whose markers the text of a template has; else the generic one.
+
+    `place`: the variant of the generic one.
+    """
+    name = name or next((name for name, marks in _MARKS if all(mark in text for mark in marks)), GenericFormat.name)
     reasoning = next((marks for mark, marks in _REASONING.items() if mark in text), None)
-    variant = next((variant for mark, variant in _VARIANTS.get(name, {}).items() if mark in text), "")
+    variants = {"": place} if name == GenericFormat.name else _VARIANTS.get(name, {})
+    variant = next((variant for mark, variant in variants.items() if mark in text), "")
     return FORMATS[name](special_tokens, reasoning, variant)
+
+
+def _place(template: ChatTemplate) -> str:
+    """Return the variant of the generic format that reaches the model."""
+    return "system" if _renders(template, *GenericFormat().rendered(_ASKED, [_TOOL]), _TOOL.name) else "user"
+
+
+def _renders(template: ChatTemplate, turns: Iterable[Turn], tools: Iterable[Tool], *texts: str) -> bool:
+    """Whether these texts are in what the template writes of a conversation."""
+    try:
+        written = template.render(turns, tools)
+    except InvalidRequest:
+        return False
+    return all(text in written for text in texts)

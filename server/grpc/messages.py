@@ -25,7 +25,7 @@ from pilotfish.v1 import control_pb2 as control_pb
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.check import NO_TOKENS, Prompt
 from server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation, ToolCall
-from server.formats.base import ANY_OBJECT, Tool
+from server.formats.base import NO_ARGUMENTS, Tool
 from server.model import ServedModel
 from server.streams.stream import NOTHING_RECEIVED, OutputStream
 from server.turns import max_len_of
@@ -125,7 +125,7 @@ def _conversation(asked: pb.ChatMessages, found: list[Violation]) -> Conversatio
     return Conversation(
         messages=tuple(map(_turn, asked.messages)),
         tools=tuple(
-            Tool(tool.name, tool.description, tool.parameters or ANY_OBJECT, tool.strict)
+            Tool(tool.name, tool.description, tool.parameters or NO_ARGUMENTS, tool.strict)
             for tool in _bounded(asked.tools, "messages.tools", "functions", MAX_TOOLS, found)
         ),
         tool_choice=cast("Literal['auto', 'none', 'required']", _CHOICES.get(mode, "auto")),

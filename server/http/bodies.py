@@ -32,7 +32,7 @@ from server.admission.admission import Reader
 from server.admission.check import NO_TOKENS, Prompt
 from server.chat import Conversation
 from server.errors import QueueFull
-from server.formats.base import ANY_OBJECT, Tool
+from server.formats.base import ANY_OBJECT, NO_ARGUMENTS, Tool
 from server.http.errors import violations
 from server.http.event_ids import parse_event_id
 from server.http.fields import (
@@ -245,7 +245,7 @@ class FunctionBody(Body):
 
     @property
     def declared(self) -> Tool:
-        schema = ANY_OBJECT if self.parameters is None else json.dumps(self.parameters)
+        schema = NO_ARGUMENTS if self.parameters is None else json.dumps(self.parameters)
         return Tool(self.name, self.description, schema, self.strict)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from client import InvalidRequestError, UnsupportedError
+from client import InvalidRequestError
 from engine.text.codec import Codec
 from models import embedded_target
 from server.chat import ChatTemplate
@@ -197,11 +197,12 @@ async def test_reasoning_has_a_budget_and_structure_follows_it(server, client, m
     assert not (await client.generate(turns, max_tokens=1, continue_final_message=True)).starts_in_reasoning
 
 
-async def test_tools_of_a_model_whose_calls_are_not_known():
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+async def test_tools_that_do_not_reach_the_model_are_refused():
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{% endfor %}", {})
     async with serving(FakeEngine(), chat=template) as server, grpc_client(server) as client:
-        with pytest.raises(UnsupportedError, match="format of tool calls was not recognised"):
+        with pytest.raises(InvalidRequestError, match=r"messages\.tools cannot be used: .* omits 'weather'"):
             await client.generate(ASKED, tools=[TOOL])
+        assert (await client.generate(ASKED, tools=[TOOL], tool_choice="none", max_tokens=1)).token_ids
 
 
 async def test_a_strict_schema_that_the_format_cannot_express_is_refused(server, client, monkeypatch):
