@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+from pilotfish.engine.config import EngineConfig, ModelName, can_be_opened
+from pilotfish.engine.errors import ModelError
+from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
@@ -22,10 +25,6 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
     YamlConfigSettingsSource,
 )
-
-from engine.config import EngineConfig, ModelName, can_be_opened
-from engine.errors import ModelError
-from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
 FileName = Annotated[Path, AfterValidator(can_be_opened)]
@@ -186,7 +185,7 @@ class ServerConfig(BaseSettings, EngineConfig):
     @classmethod
     def _template_is_valid(cls, file: Path | None) -> Path | None:
         if file is not None:
-            from server.chat import ChatTemplate, read_template
+            from pilotfish.server.chat import ChatTemplate, read_template
 
             try:
                 ChatTemplate(read_template(file), {})

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from engine.errors import InvalidRequest, ModelError
-from server.chat import ChatTemplate
-from server.formats.base import ChatFormat, ReasoningMarks, Tool, Turn
-from server.formats.deepseek import DeepSeekFormat
-from server.formats.gemma import GemmaFormat
-from server.formats.generic import GenericFormat
-from server.formats.harmony import HarmonyFormat
-from server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
-from server.formats.tagged import GlmFormat, QwenCoderFormat
+from pilotfish.engine.errors import InvalidRequest, ModelError
+from pilotfish.server.chat import ChatTemplate
+from pilotfish.server.formats.base import ChatFormat, ReasoningMarks, Tool, Turn
+from pilotfish.server.formats.deepseek import DeepSeekFormat
+from pilotfish.server.formats.gemma import GemmaFormat
+from pilotfish.server.formats.generic import GenericFormat
+from pilotfish.server.formats.harmony import HarmonyFormat
+from pilotfish.server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
+from pilotfish.server.formats.tagged import GlmFormat, QwenCoderFormat
 
 # Some contain the markers of others, so the order matters.
 _MARKS = (

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from server.formats.base import Tool, Turn
-from server.formats.json_calls import HermesFormat
+from pilotfish.server.formats.base import Tool, Turn
+from pilotfish.server.formats.json_calls import HermesFormat
 
 _BEFORE = "You can call these functions:\n<tools>"
 _AFTER = """</tools>

@@ -10,9 +10,9 @@ import json
 
 import pytest
 from jsonschema import validate
+from pilotfish.models import published
 
 from loadtest.process import ServerProcess
-from models import published
 from tests.clients.conftest import Served
 from tests.clients.environments import answers
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-
-from engine.text.codec import Codec
-from models import published
-from server.admission.conversation import text_of_conversation
-from server.chat import ChatMessage, ChatTemplate, Conversation, ToolCall
-from server.formats.base import Tool
-from server.formats.detect import detect
+from pilotfish.engine.text.codec import Codec
+from pilotfish.models import published
+from pilotfish.server.admission.conversation import text_of_conversation
+from pilotfish.server.chat import ChatMessage, ChatTemplate, Conversation, ToolCall
+from pilotfish.server.formats.base import Tool
+from pilotfish.server.formats.detect import detect
 
 CITY = '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}'
 TOOLS = (Tool("get_weather", "The weather.", CITY), Tool("get_time", "The time."))

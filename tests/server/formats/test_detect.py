@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import pytest
-
-from engine.errors import ModelError
-from server.chat import ChatTemplate
-from server.formats.base import ReasoningMarks
-from server.formats.deepseek import DeepSeekFormat
-from server.formats.detect import FORMATS, detect, format_in
-from server.formats.gemma import GemmaFormat
-from server.formats.harmony import HarmonyFormat
-from server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
-from server.formats.generic import GenericFormat
-from server.formats.tagged import GlmFormat, QwenCoderFormat
+from pilotfish.engine.errors import ModelError
+from pilotfish.server.chat import ChatTemplate
+from pilotfish.server.formats.base import ReasoningMarks
+from pilotfish.server.formats.deepseek import DeepSeekFormat
+from pilotfish.server.formats.detect import FORMATS, detect, format_in
+from pilotfish.server.formats.gemma import GemmaFormat
+from pilotfish.server.formats.generic import GenericFormat
+from pilotfish.server.formats.harmony import HarmonyFormat
+from pilotfish.server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
+from pilotfish.server.formats.tagged import GlmFormat, QwenCoderFormat
 
 THINK = ReasoningMarks("<think>", "</think>")
 GEMMA = ReasoningMarks("<|channel>thought", "<channel|>")

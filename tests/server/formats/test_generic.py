@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from pilotfish.server.admission.conversation import records_of
+from pilotfish.server.chat import ChatMessage, ToolCall
+from pilotfish.server.formats.base import Tool
+from pilotfish.server.formats.generic import GenericFormat
 
-from server.admission.conversation import records_of
-from server.chat import ChatMessage, ToolCall
-from server.formats.base import Tool
-from server.formats.generic import GenericFormat
 from tests.server.formats.walks import Call, Reading, plain_masks, read
 
 ADD, NOW = Tool("add", "Adds.", '{"type": "object", "properties": {"ä": {"type": "integer"}}}'), Tool("now")
