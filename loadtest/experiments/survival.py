@@ -20,6 +20,8 @@ from pilotfish.client import AsyncClient, Delta, Finished, QueueFullError, Reque
 from pilotfish.client.options import ChatMessage, Prompt
 
 from loadtest.process import ServerProcess, engine_of
+from pilotfish.client import AsyncClient, Delta, Finished, QueueFullError, RequestFailedError
+from pilotfish.client.options import ChatMessage, Prompt
 
 OPTIONS = ("--max-engine-crashes", "10000", "--max-queue-seconds", "600")
 _PROPERTIES = {

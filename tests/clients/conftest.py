@@ -10,6 +10,7 @@ import pytest
 from pilotfish.client import Client
 
 from loadtest.process import ServerProcess
+from pilotfish.client import Client
 
 
 class Served:

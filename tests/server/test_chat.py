@@ -6,14 +6,14 @@ import json
 
 import grpc
 import pytest
+from tokenizers import AddedToken, Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import InvalidRequest, ModelError
 from pilotfish.engine.text.codec import Codec
 from pilotfish.server.chat import MAX_MESSAGES, ChatTemplate
 from pilotfish.server.model import fingerprint, read_text
-from tokenizers import AddedToken, Tokenizer, processors
-from transformers import PreTrainedTokenizerFast
-
 from pilotfish.v1 import generation_pb2 as pb
 from tests.engine.text.test_codec import byte_level
 from tests.server.test_generate import refused, request

@@ -24,6 +24,15 @@ from pilotfish.server.grpc.services import Health
 from pilotfish.server.streams.stream import MAX_INTERRUPTIONS
 
 from loadtest.experiments.hostile import CALLS
+from pilotfish.engine.errors import InvalidRequest
+from pilotfish.engine.text.codec import Codec
+from pilotfish.server.admission import check
+from pilotfish.server.admission.status import refusal, trailers
+from pilotfish.server.errors import Unavailable
+from pilotfish.server.grpc.messages import request_of
+from pilotfish.server.grpc.server import MAX_ENTRIES, MAX_NUMBERS, require_few
+from pilotfish.server.grpc.services import Health
+from pilotfish.server.streams.stream import MAX_INTERRUPTIONS
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE

@@ -18,6 +18,10 @@ from pilotfish.server.app import SERVICES
 from pilotfish.server.errors import QuotaExceeded, Unauthenticated
 from pilotfish.server.grpc.server import host_of
 
+from pilotfish.server.admission.security import ANYBODY, Caller, Callers, Quotas
+from pilotfish.server.app import SERVICES
+from pilotfish.server.errors import QuotaExceeded, Unauthenticated
+from pilotfish.server.grpc.server import host_of
 from pilotfish.v1 import control_pb2, generation_pb2_grpc
 from pilotfish.v1 import generation_pb2 as pb
 from tests.server.fake_engine import FakeEngine

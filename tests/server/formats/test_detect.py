@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.formats.base import ReasoningMarks
