@@ -18,7 +18,6 @@ from typing import Any
 
 import grpc.experimental.gevent
 from locust import HttpUser, User, constant, events, runners
-from pilotfish.client import Client, Delta, RequestFailedError
 
 from loadtest.workload import request
 from pilotfish.client import Client, Delta, RequestFailedError

@@ -16,8 +16,6 @@ from statistics import median
 from typing import Any
 
 import httpx
-from pilotfish.client import AsyncClient, Delta, Finished, QueueFullError, RequestFailedError
-from pilotfish.client.options import ChatMessage, Prompt
 
 from loadtest.process import ServerProcess, engine_of
 from pilotfish.client import AsyncClient, Delta, Finished, QueueFullError, RequestFailedError

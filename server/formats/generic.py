@@ -1,4 +1,4 @@
-"""The generic form of tools, for chat templates that render none: functions, calls and results are text of the turns."""
+"""The generic form of tools, for chat templates that render none: functions, calls and results are text of turns."""
 
 from __future__ import annotations
 
@@ -37,18 +37,12 @@ class GenericFormat(HermesFormat):
         """
         found, has_results = list[Turn](), False  # whether the last turn has results
         for turn in turns:
-            is_result = turn["role"] == "tool"
-            if is_result:
-                turn = {"role": "user", "content": f"<tool_response>\n{turn['content']}\n</tool_response>"}
-            elif turn.get("tool_calls"):
-                calls = "\n".join(_written(call["function"]) for call in turn["tool_calls"])
-                turn = {key: value for key, value in turn.items() if key != "tool_calls"}
-                turn["content"] = f"{turn['content']}\n{calls}".lstrip("\n")
-            if has_results and turn["role"] == "user":
-                found[-1] = _joined(found[-1], turn, "\n" if is_result else "\n\n")
+            is_result, written = turn["role"] == "tool", _as_text(turn)
+            if has_results and written["role"] == "user":
+                found[-1] = _joined(found[-1], written, "\n" if is_result else "\n\n")
             else:
-                found.append(turn)
-            has_results = is_result or (has_results and turn["role"] == "user")
+                found.append(written)
+            has_results = is_result or (has_results and written["role"] == "user")
         return self._with_functions(found, tools) if tools else found, ()
 
     def _with_functions(self, turns: list[Turn], tools: Sequence[Tool]) -> list[Turn]:
@@ -62,6 +56,17 @@ class GenericFormat(HermesFormat):
         else:
             merged = turns[at] | {"content": f"{functions}\n\n{turns[at]['content']}"}
         return [*turns[:at], merged, *turns[at + 1 :]]
+
+
+def _as_text(turn: Turn) -> Turn:
+    """Return a turn with its calls as text, and a result as a turn of the user."""
+    if turn["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{turn['content']}\n</tool_response>"}
+    if not turn.get("tool_calls"):
+        return turn
+    calls = "\n".join(_written(call["function"]) for call in turn["tool_calls"])
+    content = f"{turn['content']}\n{calls}" if turn["content"] else calls
+    return {key: value for key, value in turn.items() if key != "tool_calls"} | {"content": content}
 
 
 def _joined(first: Turn, second: Turn, between: str) -> Turn:

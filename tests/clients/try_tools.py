@@ -1,7 +1,7 @@
 """SmolLM2, whose chat template renders no tools, with two tools: through SDKs and agents. `make test-clients` runs it.
 
-The model decides which function it calls, and under `auto` whether it calls one. Arguments have to be valid, and those of
-agents are passed to Python functions.
+The model decides which function it calls, and under `auto` whether it calls one. Arguments have to be valid, and agents
+pass them to Python functions.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 
 import pytest
 from jsonschema import validate
-from pilotfish.models import published
 
 from loadtest.process import ServerProcess
+from pilotfish.models import published
 from tests.clients.conftest import Served
 from tests.clients.environments import answers
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import openai
-from pilotfish.server.chat import ChatTemplate
 
 from pilotfish.server.chat import ChatTemplate
 from pilotfish.v1 import generation_pb2 as pb

@@ -1,10 +1,14 @@
-"""Two tools in the published chat templates: functions, calls and results reach the model. `make test-published` runs it."""
+"""Two tools in published chat templates: all of functions, calls and results is in the prompt.
+
+`make test-published` runs it.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+
 from pilotfish.engine.text.codec import Codec
 from pilotfish.models import published
 from pilotfish.server.admission.conversation import text_of_conversation

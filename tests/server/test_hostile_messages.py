@@ -13,15 +13,6 @@ import pytest
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from pilotfish.engine.errors import InvalidRequest
-from pilotfish.engine.text.codec import Codec
-from pilotfish.server.admission import check
-from pilotfish.server.admission.status import refusal, trailers
-from pilotfish.server.errors import Unavailable
-from pilotfish.server.grpc.messages import request_of
-from pilotfish.server.grpc.server import MAX_ENTRIES, MAX_NUMBERS, require_few
-from pilotfish.server.grpc.services import Health
-from pilotfish.server.streams.stream import MAX_INTERRUPTIONS
 
 from loadtest.experiments.hostile import CALLS
 from pilotfish.engine.errors import InvalidRequest

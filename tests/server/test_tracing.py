@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from pilotfish.server.telemetry.tracing import Tracing
 
 from pilotfish.server.telemetry.tracing import Tracing
 from pilotfish.v1 import generation_pb2 as pb

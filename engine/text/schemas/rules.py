@@ -71,7 +71,8 @@ class SchemaRules:
     Args:
         root: the result of `keywords.parsed`, in which references are resolved.
         lenient: ignore unsupported keywords, with a log line.
-        closed: objects with `properties` have no others, unless `additionalProperties` or `patternProperties` allow them.
+        closed: objects with `properties` have no others, unless `additionalProperties` or `patternProperties` allows
+            them.
         quote: a token around strings, in Lark. Then documents are not JSON: names are unquoted if possible and sorted,
         and there is no white space. Empty: JSON.
     """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from pilotfish.server.admission.conversation import records_of
 from pilotfish.server.chat import ChatMessage, ToolCall
 from pilotfish.server.formats.base import Tool
 from pilotfish.server.formats.generic import GenericFormat
-
 from tests.server.formats.walks import Call, Reading, plain_masks, read
 
 ADD, NOW = Tool("add", "Adds.", '{"type": "object", "properties": {"ä": {"type": "integer"}}}'), Tool("now")
@@ -17,7 +17,12 @@ CALLS = (ToolCall("c1", "add", '{"ä": 1}'), ToolCall("c2", "now", ""))
 SYSTEM, USER = ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="Hi")
 ASSISTANT = ChatMessage(role="assistant", content="Wait.", tool_calls=CALLS)
 RESULTS = ChatMessage(role="tool", content="3", tool_call_id="c1"), ChatMessage(role="tool", content="noon")
-WRITTEN = '<tool_call>\n{"name": "add", "arguments": {"ä": 1}}\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+WRITTEN = """<tool_call>
+{"name": "add", "arguments": {"ä": 1}}
+</tool_call>
+<tool_call>
+{"name": "now", "arguments": {}}
+</tool_call>"""
 ANSWERED = "<tool_response>\n3\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
 
 
