@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -245,6 +245,7 @@ class ChatFormat(ABC):
     turns: ClassVar[tuple[str, ...]] = ()  # markers of turns; parsers drop those that are tokens
 
     newest: ClassVar[str] = ""  # the default variant
+    calls_alone = False  # whether the chat template renders one call of a turn only
     is_guided: ClassVar[bool] = False  # whether calls are always constrained, because the model may not know the format
 
     def __init__(
@@ -253,8 +254,8 @@ class ChatFormat(ABC):
         self.special, self.reasoning, self._variant = dict(special or {}), reasoning, variant or self.newest
 
     def rendered(self, turns: Iterable[Turn], tools: Sequence[Tool]) -> tuple[Iterable[Turn], Sequence[Tool]]:
-        """Return the turns and functions that the chat template renders; by default these."""
-        return turns, tools
+        """Return the turns and functions that the chat template renders: these, or turns with one call each."""
+        return one_by_one(turns) if self.calls_alone else turns, tools
 
     def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False) -> Any:
         """Return a `Parser` for one output.
@@ -329,6 +330,28 @@ class ChatFormat(ABC):
             parts += [f"<[{self.special[token]}]>"] if token else []
             rest = rest[at + len(token) :]
         return f"({' '.join(parts)})" if len(parts) > 1 else "".join(parts)
+
+
+def one_by_one(turns: Iterable[Turn]) -> Iterator[Turn]:
+    """Split turns of several calls: each call is a turn, followed by its result.
+
+    A result belongs to the call that it names, else to the first one without a result.
+    """
+    calls: list[tuple[Turn, list[Turn]]] = []  # of the last turn of the assistant, with their results
+    for turn in turns:
+        if turn["role"] == "tool" and calls:
+            named = (results for one, results in calls if one["tool_calls"][0]["id"] == turn.get("tool_call_id"))
+            unanswered = (results for _, results in calls if not results)
+            next(named, next(unanswered, calls[-1][1])).append(turn)
+            continue
+        yield from (some for one, results in calls for some in (one, *results))
+        calls = []
+        if several := turn.get("tool_calls"):
+            bare = {"role": turn["role"], "content": ""}
+            calls = [((bare if i else turn) | {"tool_calls": [call]}, []) for i, call in enumerate(several)]
+        else:
+            yield turn
+    yield from (some for one, results in calls for some in (one, *results))
 
 
 def choices(calls: Iterable[str]) -> list[str]:

@@ -52,16 +52,15 @@ FORMATS: dict[str, type[ChatFormat]] = {
 # The conversation with which templates are tried. Some refuse ids other than nine letters and digits.
 _TOOL, _PLACE, _RESULT = Tool("probed_function"), "probed place", "probed result"
 _ASKED: list[Turn] = [{"role": "user", "content": "Hello"}]
-_CALL = {
-    "id": "probe1234",
-    "type": "function",
-    "function": {"name": _TOOL.name, "arguments": {"place": _PLACE}},
-}
-_ANSWERED: list[Turn] = [
-    *_ASKED,
-    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    {"role": "tool", "content": _RESULT, "name": _TOOL.name, "tool_call_id": _CALL["id"]},
-]
+
+
+def _answered(num_calls: int) -> list[Turn]:
+    """Return a conversation with a turn of calls, and their results."""
+    ids = [f"probe000{i}" for i in range(num_calls)]
+    functions = [{"name": _TOOL.name, "arguments": {"place": f"{_PLACE} {i}"}} for i in range(num_calls)]
+    calls = [{"id": i, "type": "function", "function": one} for i, one in zip(ids, functions, strict=True)]
+    results = ({"role": "tool", "content": _RESULT, "name": _TOOL.name, "tool_call_id": i} for i in ids)
+    return [*_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
 
 
 def detect(template: ChatTemplate, special_tokens: Mapping[str, int], override: str | None = None) -> ChatFormat:
@@ -83,8 +82,11 @@ def detect(template: ChatTemplate, special_tokens: Mapping[str, int], override: 
     if override not in (None, GenericFormat.name, HermesFormat.name) and not has_functions:
         problem = "the chat template renders no functions (options chat_template and chat_format)"
         raise ModelError(f"the chat format is {override!r}, and {problem}")
-    has_tools = has_functions and (override is not None or _renders(template, _ANSWERED, [_TOOL], _RESULT, _PLACE))
-    return format_in(template.source, special_tokens, override if has_tools else GenericFormat.name, _place(template))
+    has_tools = has_functions and (override is not None or _renders(template, _answered(1), [_TOOL], _RESULT, _PLACE))
+    name = override if has_tools else GenericFormat.name
+    found = format_in(template.source, special_tokens, name, _place(template))
+    found.calls_alone = has_tools and not _renders(template, _answered(2), [_TOOL], _RESULT, f"{_PLACE} 1")
+    return found
 
 
 def format_in(

@@ -102,7 +102,33 @@ def test_a_format_may_be_chosen_by_its_name(name):
 )
 def test_a_template_that_does_not_render_tools_gets_them_in_the_generic_form(template, found):
     detected = detect(ChatTemplate(template, {}), {})
-    assert (type(detected), vars(detected)) == (type(found), vars(found))
+    assert (type(detected), vars(detected)) == (type(found), vars(found) | {"calls_alone": False})
+
+
+SINGLE = HISTORY.replace(
+    "{% for c", "{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one') }}{% endif %}{% for c"
+)
+
+
+def test_a_template_that_refuses_several_calls_in_a_turn_gets_them_one_by_one():
+    assert not detect(ChatTemplate(TOOLS + HISTORY, {}), {}).calls_alone
+    template = ChatTemplate(TOOLS + SINGLE, {})
+    found = detect(template, {})
+    assert (type(found), found.calls_alone) == (HermesFormat, True)
+    first, second = ({"id": name, "function": {"name": name, "arguments": {}}} for name in "fg")
+    asked, said = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Wait.", "reasoning": "Hm."}
+    results = [{"role": "tool", "content": name, "tool_call_id": name} for name in "gf"]
+    turns, _ = found.rendered([asked, said | {"tool_calls": [first, second]}, *results, asked], ())
+    expected = [
+        asked,
+        said | {"tool_calls": [first]},
+        results[1],
+        {"role": "assistant", "content": "", "tool_calls": [second]},
+        results[0],
+        asked,
+    ]
+    assert [*turns] == expected
+    assert template.render(expected)
 
 
 def test_a_named_format_needs_a_template_with_functions():
