@@ -10,7 +10,7 @@ from pilotfish.server.admission.conversation import records_of
 from pilotfish.server.chat import ChatMessage, ToolCall
 from pilotfish.server.formats.base import Tool
 from pilotfish.server.formats.generic import GenericFormat
-from tests.server.formats.walks import Call, Reading, plain_masks, read
+from tests.server.formats.walks import Call, Reading, joined, pieces_of, plain_masks, read
 
 ADD, NOW = Tool("add", "Adds.", '{"type": "object", "properties": {"ä": {"type": "integer"}}}'), Tool("now")
 CALLS = (ToolCall("c1", "add", '{"ä": 1}'), ToolCall("c2", "now", ""))
@@ -50,6 +50,13 @@ def test_a_call_is_written_as_it_is_read_and_as_its_grammar_allows():
     assert read(GenericFormat(), [ADD, NOW], content) == Reading("", "", [Call("add", '{"ä": 1}'), Call("now", "{}")])
     rules = f"start: calls\n{GenericFormat().calls([ADD, NOW], several=True)}"
     assert plain_masks().accepts(rules, content)
+
+
+@pytest.mark.parametrize("has_structure", [False, True])
+def test_no_part_of_a_call_that_max_tokens_cuts_is_content(has_structure):
+    for size in range(len(WRITTEN)):
+        pieces = pieces_of(GenericFormat(), [ADD, NOW], [WRITTEN[:size]], is_cut=True, has_structure=has_structure)
+        assert joined(pieces).content == "", WRITTEN[:size]
 
 
 @pytest.mark.parametrize(
