@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -24,7 +24,6 @@ from pydantic_settings import (
 )
 
 from pilotfish.engine.config import EngineConfig, ModelName, can_be_opened
-from pilotfish.engine.errors import ModelError
 from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
@@ -181,18 +180,6 @@ class ServerConfig(BaseSettings, EngineConfig):
             drafts = _EMBEDDED[:-1] if shared else _EMBEDDED  # its own layers need an unsharded target
             return {"draft": drafts} | values | {"target": str(embedded_target())}
         return values
-
-    @field_validator("chat_template")
-    @classmethod
-    def _template_is_valid(cls, file: Path | None) -> Path | None:
-        if file is not None:
-            from pilotfish.server.chat import ChatTemplate, read_template
-
-            try:
-                ChatTemplate(read_template(file), {})
-            except ModelError as error:
-                raise ValueError(str(error)) from None
-        return file
 
     @model_validator(mode="after")
     def _serving_options_fit(self) -> Self:

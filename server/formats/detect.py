@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from pilotfish.engine.errors import InvalidRequest, ModelError
-from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.formats.base import ChatFormat, ReasoningMarks, Tool, Turn
 from pilotfish.server.formats.deepseek import DeepSeekFormat
 from pilotfish.server.formats.gemma import GemmaFormat
@@ -13,6 +13,15 @@ from pilotfish.server.formats.generic import GenericFormat
 from pilotfish.server.formats.harmony import HarmonyFormat
 from pilotfish.server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
 from pilotfish.server.formats.tagged import GlmFormat, QwenCoderFormat
+
+
+class Template(Protocol):
+    """A chat template, with its text; it raises InvalidRequest for a conversation that it cannot render."""
+
+    source: str
+
+    def render(self, messages: Iterable[Turn], tools: Iterable[Tool] = ..., /) -> str: ...
+
 
 # Some contain the markers of others, so the order matters.
 _MARKS = (
@@ -63,7 +72,7 @@ def _answered(num_calls: int) -> list[Turn]:
     return [*_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
 
 
-def detect(template: ChatTemplate, special_tokens: Mapping[str, int], override: str | None = None) -> ChatFormat:
+def detect(template: Template, special_tokens: Mapping[str, int], override: str | None = None) -> ChatFormat:
     """Return the format of a checkpoint with this chat template, or the one named `override`.
 
     It is the generic one if the template does not render tools, or if its notation of calls is unknown.
@@ -103,12 +112,12 @@ def format_in(
     return FORMATS[name](special_tokens, reasoning, variant)
 
 
-def _place(template: ChatTemplate) -> str:
+def _place(template: Template) -> str:
     """Return the variant of the generic format that reaches the model."""
     return "system" if _renders(template, *GenericFormat().rendered(_ASKED, [_TOOL]), _TOOL.name) else "user"
 
 
-def _renders(template: ChatTemplate, turns: Iterable[Turn], tools: Iterable[Tool], *texts: str) -> bool:
+def _renders(template: Template, turns: Iterable[Turn], tools: Iterable[Tool], *texts: str) -> bool:
     """Whether these texts are in what the template writes of a conversation."""
     try:
         written = template.render(turns, tools)
