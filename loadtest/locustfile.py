@@ -17,7 +17,11 @@ from random import Random
 from typing import Any
 
 import grpc.experimental.gevent
-from locust import HttpUser, User, constant, events, runners
+
+try:
+    from locust import HttpUser, User, constant, events, runners
+except ModuleNotFoundError:
+    raise SystemExit("loadtest/locustfile.py needs Locust: pip install 'pilotfish[loadtest]'") from None
 
 from loadtest.workload import request
 from pilotfish.client import Client, Delta, RequestFailedError

@@ -121,6 +121,7 @@ class ServerProcess:
         ports = ("--grpc-port", _port(self.address), "--http-port", _port(self.http_address))
         self.command = [sys.executable, *program, *ports, *DEFAULTS, *options]
         self._log = log
+        self.token: str | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -182,6 +183,23 @@ class ServerProcess:
                 except TimeoutError:
                     if time.monotonic() > end:
                         raise
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteServer:
+    """A server that runs somewhere, `address` HOST:PORT of gRPC. Only its answers are known."""
+
+    address: str
+    token: str | None = None
+
+    def __enter__(self) -> Self:
+        """Raise RequestFailedError if the server does not answer."""
+        with Client(self.address, token=self.token, retry=None) as client:
+            client.model_info()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to stop."""
 
 
 def _port(address: str) -> str:

@@ -1,9 +1,10 @@
-"""The workload: prompts of many lengths, cut from the source code of Python's standard library."""
+"""The workload: prompts of a file, or of many lengths, cut from the source code of Python's standard library."""
 
 from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -32,3 +33,31 @@ def request(random: Random, times: int = 1) -> tuple[str, GenerateOptions]:
     text = corpus()
     start = text.rindex("\n", 0, random.randrange(1000, len(text) - characters)) + 1
     return text[start : start + characters], {"max_tokens": times * random.randint(*MAX_TOKENS), "ignore_eos": True}
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file: one per line; in a .jsonl file a string or an object with `prompt` per line.
+
+    Raises:
+        ValueError: A line has no prompt, or the file has none.
+    """
+    found = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line) if path.suffix == ".jsonl" else line
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        prompt = entry.get("prompt") if isinstance(entry, dict) else entry
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(f'{path}, line {number}: expected a text or {{"prompt": text}}, not {line[:80]}')
+        found.append(prompt)
+    if not found:
+        raise ValueError(f"{path} has no prompts; expected one per line")
+    return found
+
+
+def request_of(prompts: Sequence[str], random: Random, times: int = 1) -> tuple[str, GenerateOptions]:
+    """Draw one of the prompts, and an output length as in `request`."""
+    return random.choice(prompts), {"max_tokens": times * random.randint(*MAX_TOKENS), "ignore_eos": True}

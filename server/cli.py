@@ -104,23 +104,24 @@ def generate(arguments: list[str]) -> int:
 
 def _printed(name: str, arguments: list[str]) -> int:
     """Run a command and print the text it returns; the exit code is 0 or 1 by its result, 2 after one of `ERRORS`."""
-    module = import_module(f"pilotfish.server.commands.{name.replace('-', '_')}")
+    from pilotfish.server.commands.progress import Progress, Stopped, stoppable
+
+    errors: tuple[type[Exception], ...] = ()
     try:
-        text, is_good = module.run(arguments, _progress)
-    except module.ERRORS as error:
+        with stoppable(), Progress() as progress:
+            module = import_module(f"pilotfish.server.commands.{name.replace('-', '_')}")
+            errors = module.ERRORS
+            text, is_good = module.run(arguments, progress)
+    except Stopped as stop:
+        if stop.report:
+            print(stop.report)
+        print(f"pilotfish {name}: stopped; {stop.kept}", file=sys.stderr)
+        return stop.exit_code
+    except errors as error:
         print(f"pilotfish {name}: {_problem(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        if name != "train-draft":
-            raise
-        print("pilotfish train-draft: stopped; run the same command again to resume", file=sys.stderr)
-        return 130
     print(text)
     return 0 if is_good else 1
-
-
-def _progress(stage: str) -> None:
-    print(stage, file=sys.stderr)
 
 
 def quantize(arguments: list[str]) -> int:

@@ -7,7 +7,7 @@ Their next-token distributions are compared at every position.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,39 +63,38 @@ class Quality:
 
 def measure(
     config: EngineConfig,
-    texts: Seq[Seq[int]],
+    texts: Iterable[Seq[int]],
     reference: str | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> Quality:
+) -> Iterator[Quality]:
     """Compare the engine of `config` with float32 of its target, or of the checkpoint `reference`.
 
-    `texts` are token ids of separate texts, each at most `max_model_len` long. Adapters, drafts and heads
-    are ignored.
+    Yields the result of all texts so far after each. `texts` are token ids of separate texts, each at most
+    `max_model_len` long. Adapters, drafts and heads are ignored.
 
     Raises:
         ModelError: a checkpoint cannot be loaded, or the target has rounded weights and there is no `reference`.
     """
     plain = reference_model(config, reference or config.target, progress)
-    return compare(config, texts, lambda text: plain_logits(plain, list(text)), progress)
+    yield from compare(config, texts, lambda text: plain_logits(plain, list(text)), progress)
 
 
 def compare(
     config: EngineConfig,
-    texts: Seq[Seq[int]],
+    texts: Iterable[Seq[int]],
     wanted: Callable[[Seq[int]], Tensor],
     progress: Callable[[str], None] = lambda _: None,
-) -> Quality:
-    """Compare the engine of `config` with the logits `[len(text), vocab]` `wanted` of each text."""
+) -> Iterator[Quality]:
+    """Compare the engine of `config` with the logits `[len(text), vocab]` `wanted` of each text, as `measure` does."""
     served = config.model_copy(
         update={"draft": (), "adapter": {}, "proposer": None, "prefix_cache": False, "max_batch_size": 1}
     )
     engine = build_engine(served, progress)
     differences = Differences()
-    for number, text in enumerate(texts, 1):
-        progress(f"comparing text {number} of {len(texts)}")
+    for text in texts:
         with torch.inference_mode():
             differences.add(wanted(text).cpu(), _served_logits(engine, text).cpu(), text)
-    return differences.result()
+        yield differences.result()
 
 
 def reference_model(config: EngineConfig, name: str, progress: Callable[[str], None]) -> PreTrainedModel:

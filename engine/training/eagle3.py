@@ -49,6 +49,13 @@ class Eagle3Shape:
         sizes = {"num_attention_heads": heads, "num_key_value_heads": heads // shared, "head_dim": dim}
         return cls(hidden_size=hidden_size, **sizes, **others)
 
+    @property
+    def num_matrix_parameters(self) -> int:
+        """The number of parameters of all matrices except the output."""
+        hidden, wide = self.hidden_size, self.num_attention_heads * self.head_dim
+        projections = 2 * (wide + 2 * self.num_key_value_heads * self.head_dim) + wide
+        return hidden * (NUM_PLACES * hidden + projections + 3 * self.intermediate_size)
+
 
 class TrainedRMSNorm(nn.Module):
     """x / rms(x), times a weight (Zhang and Sennrich 2019, arXiv 1910.07467), in float32."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,14 +19,16 @@ from pilotfish.engine.machine.threads import cores
 from pilotfish.engine.model.checkpoint import positions, read_config
 from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.startup.build import pick_device
-from pilotfish.engine.training.eagle3 import Eagle3Shape, TrainedEagle3, config_of, export_head
-from pilotfish.engine.training.store import RunFolder, Schedule, TargetParts, TextPlan, WrittenText
+from pilotfish.engine.training.eagle3 import NUM_PLACES, Eagle3Shape, TrainedEagle3, config_of, export_head
+from pilotfish.engine.training.plan import Schedule, TextPlan
+from pilotfish.engine.training.store import RunFolder, TargetParts, WrittenText
 from pilotfish.engine.training.text import Tokens, Writer, continued, own_prompts
 from pilotfish.engine.training.trainer import HeadTrainer, TrainingStep
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-PARTS, HELD_OUT = "target", "held-out"
+HELD_OUT = "held-out"
 _LARGEST_VOCAB = 32000  # default draft vocabulary, as of published heads
 _FEWEST = 4  # minimum windows of text of a run
 
@@ -35,8 +36,14 @@ _FEWEST = 4  # minimum windows of text of a run
 class RunObserver(Protocol):
     """Receives the progress of a run."""
 
+    def stage(self, what: str, total: int | None = None) -> None:
+        """A stage of `total` texts or steps begins."""
+
+    def generated(self, done: int, tokens: int) -> None:
+        """`done` texts of the stage are complete; `tokens` were generated since this process began."""
+
     def wrote(self, done: int, total: int, tokens: int) -> None:
-        """`done` of `total` texts are generated; `tokens`: since this process began."""
+        """`done` of `total` texts are saved."""
 
     def trained(self, report: TrainingStep) -> None:
         """A step is done."""
@@ -79,55 +86,77 @@ def train_draft(job: TrainingJob, observer: RunObserver) -> HeadTrainer:
     """Train an EAGLE-3 head and write it to `job.out`; an interrupted run is resumed.
 
     Raises:
-        ModelError: the target is not supported, there is too little text, or the folder has other content.
+        ModelError: the target is not supported, there is too little text or disk, or the folder has other content.
     """
     folder = RunFolder(job.out, job.settings())
     with folder.locked():
+        folder.check_room(disk_bytes(job))
         return _run(job, folder, observer)
 
 
+def disk_bytes(job: TrainingJob) -> int:
+    """About how many bytes a run keeps at most until its end: the texts' hidden states and two training states."""
+    plan, described = job.text, read_config(job.engine.target, job.engine.revision).get_text_config()
+    hidden, vocab = int(described.hidden_size), int(described.vocab_size)
+    own = min(plan.prompt_tokens, plan.prompt_tokens // 4 + 2 * len(job.opening) + 16)
+    given = [min(plan.prompt_tokens, len(prompt)) for prompt in job.prompts] or [own]
+    tokens = plan.texts * (sum(given) / len(given) + plan.tokens)
+    tokens += plan.held_out * (max(given) + plan.held_out_tokens)
+    shape = _shape(described, hidden, vocab, min(vocab, job.vocab or _LARGEST_VOCAB))
+    matrices, output = shape.num_matrix_parameters, shape.draft_vocab_size * hidden
+    state = 4 * (2 * matrices + 3 * output)  # float32, with one momentum of matrices and two of the output
+    return int(2 * hidden * (NUM_PLACES + 1) * tokens) + 2 * state
+
+
 def _run(job: TrainingJob, folder: RunFolder, observer: RunObserver) -> HeadTrainer:
-    names = _write(job, folder, observer)
+    names, target, places = _write(job, folder, observer)
     torch.set_num_threads(job.engine.threads or cores())
     texts = [text for name in names for text in folder.load_texts(name)]
     found = sum(len(text.rows) for text in texts)
     needed = _FEWEST * job.schedule.window
     if found < needed:
         raise ModelError(f"the target generated {found} tokens; training requires at least {needed}: increase texts")
-    parts, notes = folder.load(PARTS)
-    target = TargetParts(parts["embedding"], parts["output"], **json.loads(notes["law"]))
     trainer = _trainer(job, folder, texts, target)
+    observer.stage("training", job.schedule.steps)
     trainer.run(texts, list(folder.load_texts(HELD_OUT)), observer.trained)
     limit = positions(read_config(job.engine.target, job.engine.revision)).limit
-    export_head(trainer.head, config_of(trainer.head.shape, json.loads(notes["places"]), limit), job.out)
+    export_head(trainer.head, config_of(trainer.head.shape, places, limit), job.out)
     return trainer
 
 
-def _write(job: TrainingJob, folder: RunFolder, observer: RunObserver) -> list[str]:
-    """Generate the missing texts; return the names of all text files."""
-    plan = job.text
+def _write(job: TrainingJob, folder: RunFolder, observer: RunObserver) -> tuple[list[str], TargetParts, Seq[int]]:
+    """Generate the missing texts; return the names of all text files, and the target's matrices and places."""
+    plan, done, tokens = job.text, 0, 0
     names = [f"{number:05}" for number in range(-(-plan.texts // plan.together))]
     missing = [number for number, name in enumerate(names) if not folder.has(f"{name}.texts")]
-    if not missing and folder.has(f"{HELD_OUT}.texts") and folder.has(PARTS):
-        return names
-    writer = Writer(job.engine)
-    if not folder.has(PARTS):
-        parts = writer.parts()
-        logits = {"factor": parts.factor, "cap": parts.cap}
-        notes = {"places": json.dumps(writer.places), "law": json.dumps(logits)}
-        folder.save(PARTS, {"embedding": parts.embedding, "output": parts.output}, notes)
+
+    def on_tokens(ended: int, number: int) -> None:
+        nonlocal tokens
+        tokens = number
+        observer.generated(done + ended, tokens)
+
+    writer = Writer(_fitted(job), observer.stage, on_tokens)
     prompts, apart = _split(job)
     if not folder.has(f"{HELD_OUT}.texts"):
-        own = apart or own_prompts(writer, job.opening, plan, -1, as_prompt=job.as_prompt)[: plan.held_out]
+        observer.stage("generating held-out texts", len(apart) or plan.held_out)
+        own = apart or own_prompts(writer, job.opening, plan, -1, plan.held_out, as_prompt=job.as_prompt)
         greedy = [SamplingParams(max_tokens=plan.held_out_tokens)] * len(own)
         folder.save_texts(HELD_OUT, writer.write([prompt[-plan.prompt_tokens :] for prompt in own], greedy))
-    tokens = 0
+    if missing:
+        observer.stage("generating texts", plan.texts)
     for number in missing:
-        texts = _texts(job, writer, prompts, number)
-        folder.save_texts(names[number], texts)
-        tokens += sum(len(text.tokens) for text in texts)
+        done = min(plan.texts, number * plan.together)
+        folder.save_texts(names[number], _texts(job, writer, prompts, number))
         observer.wrote(min(plan.texts, (number + 1) * plan.together), plan.texts, tokens)
-    return names
+    return names, writer.parts(), writer.places
+
+
+def _fitted(job: TrainingJob) -> EngineConfig:
+    """The config with a context that is as long as the texts, so that more of them are generated concurrently."""
+    plan, most = job.text, max(job.text.tokens, job.text.held_out_tokens)
+    longest = max(plan.prompt_tokens + most, 2 * most)
+    limit = min(longest, positions(read_config(job.engine.target, job.engine.revision)).limit)
+    return job.engine.model_copy(update={"max_model_len": job.engine.max_model_len or limit})
 
 
 def _texts(job: TrainingJob, writer: Writer, prompts: Seq[Tokens], number: int) -> list[WrittenText]:
@@ -135,8 +164,8 @@ def _texts(job: TrainingJob, writer: Writer, prompts: Seq[Tokens], number: int) 
     plan, first = job.text, number * job.text.together
     chosen = range(first, min(plan.texts, first + plan.together))
     if not prompts:
-        own = own_prompts(writer, job.opening, plan, number, as_prompt=job.as_prompt)
-        return continued(writer, own[: len(chosen)], plan, number)
+        own = own_prompts(writer, job.opening, plan, number, len(chosen), as_prompt=job.as_prompt)
+        return continued(writer, own, plan, number)
     given = [prompts[i % len(prompts)][-plan.prompt_tokens :] for i in chosen]
     again = first >= len(prompts)  # a repeated prompt would have the same greedy continuation
     return continued(writer, given, replace(plan, greedy=0.0) if again else plan, number)
@@ -155,12 +184,16 @@ def _split(job: TrainingJob) -> tuple[Seq[Tokens], Seq[Tokens]]:
 def _trainer(job: TrainingJob, folder: RunFolder, texts: Seq[WrittenText], parts: TargetParts) -> HeadTrainer:
     vocab, hidden = parts.embedding.shape
     kept = _kept(texts, vocab, min(vocab, job.vocab or _LARGEST_VOCAB))
-    wide = getattr(read_config(job.engine.target, job.engine.revision).get_text_config(), "intermediate_size", None)
-    width = wide if isinstance(wide, int) else 4 * hidden
+    described = read_config(job.engine.target, job.engine.revision).get_text_config()
     torch.manual_seed(job.schedule.seed)
-    shape = Eagle3Shape.fitting(hidden, vocab_size=vocab, draft_vocab_size=len(kept), intermediate_size=width)
-    head = TrainedEagle3(shape, kept, parts.output)
+    head = TrainedEagle3(_shape(described, hidden, vocab, len(kept)), kept, parts.output)
     return HeadTrainer(head, parts, job.schedule, folder, pick_device(job.engine.device))
+
+
+def _shape(described: PreTrainedConfig, hidden: int, vocab: int, draft_vocab: int) -> Eagle3Shape:
+    wide = getattr(described, "intermediate_size", None)
+    width = wide if isinstance(wide, int) else 4 * hidden
+    return Eagle3Shape.fitting(hidden, vocab_size=vocab, draft_vocab_size=draft_vocab, intermediate_size=width)
 
 
 def _kept(texts: Seq[WrittenText], vocab: int, number: int) -> Tensor:

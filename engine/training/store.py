@@ -1,12 +1,14 @@
 """The folder of a run: texts with the target's hidden states, the training state, and the settings of the run.
 
-A run refuses a folder with other content, or of a run with other settings.
+A run refuses a folder with other content, or of a run with other settings. A finished run keeps its settings and
+results only.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,45 +24,7 @@ from torch.nn import functional as F
 from pilotfish.engine.errors import ModelError
 
 STATE = ".training"  # the folder of a run's own files, in that of the head
-_LOCK = "lock"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextPlan:
-    """The texts to generate. A text is a prompt and the target's continuation."""
-
-    texts: int = 4096
-    tokens: int = 128  # of each continuation
-    prompt_tokens: int = 384  # maximum tokens of a prompt; the last ones are kept
-    greedy: float = 0.75  # share of greedy texts; the rest is sampled at `temperature`
-    temperature: float = 1.0
-    held_out: int = 32  # prompts whose greedy continuations measure acceptance, never trained on
-    held_out_tokens: int = 64
-    together: int = 64  # texts per file, generated concurrently
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """The training schedule. Learning rates warm up, stay constant, and fall to zero over the last 60 % of steps."""
-
-    steps: int = 4000
-    batch_tokens: int = 2048
-    window: int = 320  # positions of a training sequence
-    unroll: int = 4  # consecutive drafts simulated in training ("training-time test")
-    early_unroll: int = 1  # the same in the first steps, which learn more from more text than from deeper drafts
-    early: float = 0.65  # share of these steps
-    decay: float = 0.9  # loss weight per depth: a draft is used only if all before it were accepted
-    matrix_lr: float = 0.02  # Muon
-    other_lr: float = 1e-3  # AdamW: output matrix and norms
-    warmup: int = 50
-    seed: int = 0
-
-    def unroll_at(self, step: int) -> int:
-        return min(self.unroll, self.early_unroll) if step < self.early * self.steps else self.unroll
-
-    def rate_at(self, step: int) -> float:
-        return min(1.0, (step + 1) / self.warmup, (self.steps - step) / (0.6 * self.steps))
+_LOCK, _RESULT = "lock", "result.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +81,27 @@ class RunFolder:
         if other:
             changes = ", ".join(other[:4])
             raise ModelError(f"{str(out)!r} has a run with other settings: {changes}; use a new folder or remove it")
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raise ModelError if the run's files, `num_bytes` in all, do not fit on the disk."""
+        present = sum(path.stat().st_size for path in self.folder.iterdir())
+        free = shutil.disk_usage(self.folder).free
+        if num_bytes - present > free:
+            raise ModelError(
+                f"the run needs about {num_bytes / 1e9:.1f} GB in {str(self.folder)!r}, and {free / 1e9:.1f} GB are"
+                " free; use fewer texts"
+            )
+
+    def result(self) -> dict[str, Any] | None:
+        """The results of a finished run, or None."""
+        path = self.folder / _RESULT
+        return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Keep the results, and remove the texts and the training state."""
+        _replace(self.folder / _RESULT, json.dumps(result))
+        for path in self.folder.glob("*.safetensors"):
+            path.unlink()
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -27,7 +27,8 @@ from pilotfish.engine.params import SamplingParams, SpeculationMode
 from pilotfish.engine.proposers.base import Passed, Proposer
 from pilotfish.engine.proposers.heads.features import Features
 from pilotfish.engine.startup.build import assemble, load, pick_device
-from pilotfish.engine.training.store import TargetParts, TextPlan, WrittenText
+from pilotfish.engine.training.plan import TextPlan
+from pilotfish.engine.training.store import TargetParts, WrittenText
 from pilotfish.engine.types import Request
 
 Tokens = tuple[int, ...]
@@ -69,20 +70,42 @@ class RowRecorder(Proposer):
 class Writer:
     """A target in an engine that records hidden states."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the target of `config`. Raises ModelError if it, or reading its hidden states, is not supported."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[str], None] = lambda _: None,
+        on_tokens: Callable[[int, int], None] = lambda *_: None,
+    ) -> None:
+        """Load the target of `config`. Raises ModelError if it, or reading its hidden states, is not supported.
+
+        `on_tokens` is called after each step, with the number of recorded texts that have ended in this call of
+        `write`, and that of all generated tokens.
+        """
         use_threads(config.threads)
         own = {"proposer": _RECORDER, "speculation": SpeculationMode.FIXED, "num_draft_tokens": 1, "loop": "plain"}
         asked = config.model_copy(update={**own, "prefix_cache": False})  # cached positions would not be recorded
-        loaded = load(asked, config.target, config.revision, config.weights, pick_device(config.device))
+        device = pick_device(config.device)
+        loaded = load(asked, config.target, config.revision, config.weights, device, progress=progress)
         if architecture_of(loaded) is None:
             kind = loaded.config.model_type
             raise ModelError(f"target is {config.target!r}; {kind} is not in the table of architectures")
         self.model = cast("DecoderModel", loaded)
+        self._check()
         self.places = places_of(shape_of(self.model.config, "num_hidden_layers"))
         tap = Tap(self.model, {*self.places, FINAL})
         self._recorder = RowRecorder(tap, self.places)
+        self._on_tokens, self._num_tokens = on_tokens, 0
         self.engine: Engine = assemble(asked, loaded, extra_proposers={_RECORDER: self._recorder}, tap=tap)
+
+    def _check(self) -> None:
+        """Raise ModelError if the target's logits are not a product of one matrix with its hidden states."""
+        made, kind = self.model.architecture, self.model.config.model_type
+        if made.head_bias:
+            raise ModelError(f"{kind} has a bias in its logits, which training does not support")
+        if made.embedding_width not in (None, made.width):
+            raise ModelError(
+                f"{kind} has embeddings of width {made.embedding_width}; expected the hidden size {made.width}"
+            )
 
     def write(self, prompts: Seq[Tokens], sampling: Seq[SamplingParams], *, records: bool = True) -> list[WrittenText]:
         """Continue all prompts in one batch; without `records` the texts have no rows.
@@ -100,11 +123,15 @@ class Writer:
             self.engine.add(Request(request_id=name, token_ids=tuple(texts[name]), sampling=fitted))
         lengths = [len(tokens) for tokens in texts.values()]
         kept = self._recorder.kept = {name: Features() for name in texts if records}
+        ended = 0
         while self.engine.has_work:
             for event in self.engine.step().events:
                 if event.finished is not None and event.finished.error is not None:
                     raise ModelError(f"the target failed while writing a text: {event.finished.error}")
                 texts[event.request_id] += event.token_ids
+                self._num_tokens += len(event.token_ids)
+                ended += records and event.finished is not None
+            self._on_tokens(ended, self._num_tokens)
         for name, rows in kept.items():
             if rows.first or rows.stop < len(texts[name]) - 1:
                 raise ModelError(
@@ -117,19 +144,8 @@ class Writer:
 
     @torch.inference_mode()
     def parts(self) -> TargetParts:
-        """The target's matrices for training; embeddings as received by its layers.
-
-        Raises:
-            ModelError: unsupported: the target's logits are not a product of one matrix with its hidden states.
-        """
+        """The target's matrices for training; embeddings as received by its layers."""
         made, device = self.model.architecture, self.model.device
-        kind = self.model.config.model_type
-        if made.head_bias:
-            raise ModelError(f"{kind} has a bias in its logits, which training does not support")
-        if made.embedding_width not in (None, made.width):
-            raise ModelError(
-                f"{kind} has embeddings of width {made.embedding_width}; expected the hidden size {made.width}"
-            )
         table = self.model.get_input_embeddings()(torch.arange(self.engine.facts.limits.vocab_size, device=device))
         unit = torch.eye(made.width, dtype=self.model.dtype, device=device)
         output = self.model.get_output_embeddings()(unit).float().T
@@ -138,21 +154,23 @@ class Writer:
 
 
 def own_prompts(
-    writer: Writer, opening: Tokens, plan: TextPlan, number: int, *, as_prompt: Callable[[Tokens], Tokens | None] | None
-) -> list[Tokens]:
-    """Prompts generated by the target from `opening`, sampled at temperature 1, for file `number`.
+    writer: Writer, opening: Tokens, plan: TextPlan, number: int, count: int, *,
+    as_prompt: Callable[[Tokens], Tokens | None] | None,
+) -> list[Tokens]:  # fmt: skip
+    """At most `count` prompts generated by the target from `opening`, sampled at temperature 1, for file `number`.
 
     `as_prompt` converts a generated text to a prompt, for instance with the opening of an answer; without it a prompt
     is the opening plus the text. Empty texts are dropped.
     """
     length = plan.prompt_tokens // 4
-    params = [_drawn(plan, (number, i, 1), length, temperature=1.0) for i in range(plan.together)]
-    texts = writer.write([opening] * plan.together, params, records=False)
+    tries = min(plan.together, count + max(4, count // 4))  # more than needed, because empty texts are dropped
+    params = [_drawn(plan, (number, i, 1), length, temperature=1.0) for i in range(tries)]
+    texts = writer.write([opening] * tries, params, records=False)
     written = [tuple(text.tokens[text.prompt :].tolist()) for text in texts]
     ends = writer.engine.facts.limits.eos_token_ids
     bare = [tokens[:-1] if tokens and tokens[-1] in ends else tokens for tokens in written]
     made = [(*opening, *tokens) if as_prompt is None else as_prompt(tokens) for tokens in bare if tokens]
-    return [prompt[-plan.prompt_tokens :] for prompt in made if prompt]
+    return [prompt[-plan.prompt_tokens :] for prompt in made if prompt][:count]
 
 
 def continued(writer: Writer, prompts: Seq[Tokens], plan: TextPlan, number: int) -> list[WrittenText]:

@@ -14,13 +14,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
-from loadtest.process import ServerProcess
+from loadtest.process import RemoteServer, ServerProcess
 from pilotfish.client import AsyncClient, Delta, GenerateOptions, RequestFailedError
+from pilotfish.server.commands.progress import Progress
 
 LONGEST = 120.0  # seconds; the deadline of each request, so that none waits for ever
 SERVED, REFUSED = "OK", "RESOURCE_EXHAUSTED"
+Server = ServerProcess | RemoteServer
 Ask = Callable[[Random], tuple[str, GenerateOptions]]
 CALLERS = 96  # enough to keep the server's batch full and its queue non-empty while capacity is measured
 WARMING = 1 / 3  # share of that time which is not counted
@@ -109,8 +112,8 @@ class Phase:
     load: str
     seconds: float
     calls: Sequence[Sample]
-    counted: float  # requests that the server ended or refused, by its metrics
-    memory: Sequence[int]  # resident bytes of the server's process, once per second
+    counted: float | None  # requests that the server ended or refused, by its metrics; None if it is remote
+    memory: Sequence[int]  # resident bytes of the server's process, once per second; empty if it is remote
     timed_from: float = 0.0  # seconds; requests before that have no time to first token
 
     @property
@@ -128,7 +131,7 @@ class Phase:
     @property
     def adds_up(self) -> bool:
         """Return whether callers and server count the same requests."""
-        return self.counted == len(self.calls)
+        return self.counted is None or self.counted == len(self.calls)
 
     @property
     def waits(self) -> tuple[float, float]:
@@ -140,6 +143,8 @@ class Phase:
     @property
     def growth(self) -> float:
         """Return the relative growth of memory between the first and the last quarter of the phase."""
+        if not self.memory:
+            return 0.0
         quarter = max(1, len(self.memory) // 4)
         return sum(self.memory[-quarter:]) / sum(self.memory[:quarter]) - 1
 
@@ -185,9 +190,10 @@ class Overload:
     def lines(self) -> list[str]:
         """Return the results as Markdown lines."""
         kept = self.overload.served_per_second / self.at_capacity.served_per_second
+        memory = f"; memory {self.overload.growth:+.1%}" if self.overload.memory else ""
         verdict = (
             f"Time to first token p99 {self.waiting:.2f} times that at capacity; requests served per second "
-            f"{kept:.0%} of those at capacity; memory {self.overload.growth:+.1%}."
+            f"{kept:.0%} of those at capacity{memory}."
         )
         head = "| load | sent | served | refused | other | requests/s | tokens/s | first token p50 / p99, s |"
         return [verdict, "", head, "|" + "---|" * 8, *(phase.row() for phase in self.phases)]
@@ -218,29 +224,29 @@ def full_rate(calls: Sequence[Sample]) -> float:
     return served / ((1 - WARMING) * until)
 
 
-async def overload(
-    server: ServerProcess, ask: Ask, times: float, seconds: float, progress: Callable[[str], None]
-) -> Overload:
+async def overload(server: Server, ask: Ask, times: float, seconds: float, progress: Progress) -> Overload:
     """Measure capacity, then the server at capacity, then at `times` that rate.
 
     In a warm-up the server first measures the benefit of drafts with a full batch; until then it is slower. The phase
     at capacity starts with a burst that fills the batch. Requests then arrive as fast as others end, so without the
     burst it would depend on chance whether the queue is used.
     """
-    async with AsyncClient(server.address) as client:
+    async with AsyncClient(server.address, token=server.token) as client:
         places = (await client.model_info()).max_batch_size
     random = Random(_SEED)
 
     async def closed(name: str) -> Phase:
         callers, half = f"{CALLERS} callers", seconds / 2
-        progress(f"{name}: {callers} for {half:g} s")
-        return await _measure(server, ask, name, callers, half, lambda run: run.closed_loop(CALLERS, half, places + 1))
+        progress.begin(f"{name}: {callers}", seconds=half)
+        closed = partial(Run.closed_loop, callers=CALLERS, seconds=half, minimum=places + 1)
+        return await _measure(server, ask, name, callers, half, closed, progress)
 
     async def opened(name: str, rate: float, burst: int = 0, timed_from: float = 0.0) -> Phase:
-        progress(f"{name}: {burst} requests at once, then {rate:.1f} per second for {seconds:g} s")
+        progress.begin(f"{name}: {burst} requests at once, then {rate:.1f} per second", seconds=seconds)
         moments = [0.0] * burst + list(poisson(rate, seconds, random))
         load = f"{rate:.1f}/s"
-        return await _measure(server, ask, name, load, seconds, lambda run: run.open_loop(moments), timed_from)
+        opened = partial(Run.open_loop, moments=moments)
+        return await _measure(server, ask, name, load, seconds, opened, progress, timed_from)
 
     await closed("warming up")
     capacity = await closed("capacity")
@@ -250,21 +256,24 @@ async def overload(
 
 
 async def _measure(
-    server: ServerProcess, ask: Ask, name: str, load: str, seconds: float, go: Callable[[Run], Awaitable[None]],
-    timed_from: float = 0.0,
+    server: Server, ask: Ask, name: str, load: str, seconds: float, go: Callable[[Run], Awaitable[None]],
+    progress: Progress, timed_from: float = 0.0,
 ) -> Phase:  # fmt: skip
     before = await _counted(server)
-    async with AsyncClient(server.address, retry=None) as client, _watching(server) as memory:
-        await client.health()  # connect before the clock starts
+    async with AsyncClient(server.address, token=server.token, retry=None) as client:
+        await client.model_info()  # connect before the clock starts
         run = Run(client, ask)
-        await go(run)
+        async with watching(server, run.calls, progress) as memory:
+            await go(run)
         seconds = max(seconds, run.now())
-    counted = await _counted(server, before + len(run.calls)) - before
+    counted = None if before is None else (await _counted(server, before + len(run.calls)) or 0.0) - before
     return Phase(name, load, seconds, run.calls, counted, memory, timed_from)
 
 
-async def _counted(server: ServerProcess, least: float = 0.0, patience: int = 100) -> float:
+async def _counted(server: Server, least: float = 0.0, patience: int = 100) -> float | None:
     """Return how many requests the server has ended or refused; it may count an end after the caller sees it."""
+    if isinstance(server, RemoteServer):
+        return None
     metrics = await asyncio.to_thread(server.metrics)
     found = metrics.total("requests_total") + metrics.total("admission_rejected_total")
     if found >= least or not patience:
@@ -274,15 +283,21 @@ async def _counted(server: ServerProcess, least: float = 0.0, patience: int = 10
 
 
 @contextlib.asynccontextmanager
-async def _watching(server: ServerProcess) -> AsyncIterator[list[int]]:
-    """Record the resident memory of the server once per second."""
-    found = [server.usage().resident]
+async def watching(server: Server, calls: Sequence[Sample], progress: Progress) -> AsyncIterator[list[int]]:
+    """Once per second, show the number of calls, and record the resident memory of a server on this machine."""
+    found: list[int] = []
+
+    def look() -> None:
+        if not isinstance(server, RemoteServer):
+            found.append(server.usage().resident)
+        progress.update(len(calls), f"{sum(call.status != SERVED for call in calls)} refused or failed")
 
     async def watch() -> None:
         while True:
             await asyncio.sleep(1)
-            found.append(server.usage().resident)
+            look()
 
+    look()
     task = asyncio.create_task(watch())
     try:
         yield found

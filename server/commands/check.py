@@ -24,13 +24,15 @@ Also: --no-load (read only the config files), and --json (print JSON).
 """
 
 
-def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
+def run(arguments: Sequence[str], progress: Callable[[str], None]) -> tuple[str, bool]:
     """Return the report as text, and whether the model can be served."""
+    flag = {"action": "store_true"}
+    asked, config = ServerConfig.load_with("check", _ABOUT, {"no-load": flag, "json": flag}, arguments)
+    progress(f"checking {config.target}")
+
     from pilotfish.engine.startup.check import check, collected_problems
     from pilotfish.server.chat import ChatTemplate
 
-    flag = {"action": "store_true"}
-    asked, config = ServerConfig.load_with("check", _ABOUT, {"no-load": flag, "json": flag}, arguments)
     report = check(config.engine(), load=not asked.no_load)
     if report.works:
         with collected_problems(report):

@@ -2,7 +2,8 @@
 
 It uses the public protocol only. The expected answer is that of plain decoding without concurrent requests. The same
 request is then sent with every proposer and several numbers of drafts: alone, concurrently, as a stream, and as a
-stream that is interrupted and resumed.
+stream that is interrupted and resumed. Requests are sent in an order in which every beginning covers settings and ways
+evenly, until all are sent or the time is over.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import json
 import math
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import islice, zip_longest
 from pathlib import Path
 from random import Random
 from secrets import token_hex
@@ -38,7 +40,9 @@ from pilotfish.client import (
 )
 from pilotfish.client.options import SpeculationMode, Verification
 from pilotfish.client.terminal import VARIABLE
+from pilotfish.server.commands.answers import FirstDifference, first_difference, largest_gap
 from pilotfish.server.commands.arguments import Tokenize, Tokens, at_least, read_prompts
+from pilotfish.server.commands.progress import Progress, Stopped, TimeBudget
 
 _TEXTS = (
     "def mean(values):\n    total = 0\n    for value in values:\n",
@@ -71,6 +75,11 @@ class VerifyCase:
     def is_greedy(self) -> bool:
         """Whether each token is the most likely one, so that near-ties can be detected by the log-probabilities."""
         return not self.options.get("temperature")
+
+    @property
+    def cost(self) -> float:
+        """The expected work, in decoded tokens; a prompt token takes a small part of that."""
+        return (self.options.get("n") or 1) * (self.options["max_tokens"] or 1) + len(self.prompt) / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,87 +222,6 @@ def _output(deltas: list[Delta], end: Finished) -> Output:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FirstDifference:
-    """The first difference of two answers: `what` differs in `output`, at token `position` if it concerns a token."""
-
-    what: str
-    output: int
-    position: int | None
-    expected: str
-    found: str
-    is_near_tie: bool = False
-
-    def __str__(self) -> str:
-        where = f"output {self.output}" + ("" if self.position is None else f", token {self.position}")
-        return f"{where}: {self.what} expected {self.expected}, found {self.found}{' (a near-tie)' * self.is_near_tie}"
-
-
-def first_difference(
-    expected: tuple[Output, ...], found: tuple[Output, ...], tolerance: float, *, is_greedy: bool
-) -> FirstDifference | None:
-    """Compare two answers; log-probabilities may differ by `tolerance`."""
-    if len(expected) != len(found):
-        return FirstDifference("number of outputs", 0, None, str(len(expected)), str(len(found)))
-    pairs = zip(expected, found, strict=True)
-    differences = (_difference(want, got, tolerance, is_greedy=is_greedy) for want, got in pairs)
-    return next((difference for difference in differences if difference is not None), None)
-
-
-def largest_gap(expected: tuple[Output, ...], found: tuple[Output, ...]) -> float:
-    """Return the largest difference of log-probabilities within the common prefix."""
-    gaps = [
-        abs(before.logprob - after.logprob)
-        for want, got in zip(expected, found, strict=False)
-        for before, after, _ in zip(want.logprobs, got.logprobs, range(_num_equal(want, got)), strict=False)
-    ]
-    return max(gaps, default=0.0)
-
-
-def _difference(want: Output, got: Output, tolerance: float, *, is_greedy: bool) -> FirstDifference | None:
-    index, at = want.index, _num_equal(want, got)
-    pairs = [(one.logprob, other.logprob) for one, other in zip(want.logprobs[:at], got.logprobs, strict=False)]
-    odd = next((i for i, (one, other) in enumerate(pairs) if not abs(one - other) <= tolerance), None)
-    if want.token_ids != got.token_ids:
-        is_near_tie = is_greedy and odd is None and _is_near_tie(want, got, at, tolerance)
-        return FirstDifference("token", index, at, _token(want, at), _token(got, at), is_near_tie)
-    if odd is not None:
-        one, other = pairs[odd]
-        return FirstDifference("log-probability", index, odd, repr(one), repr(other))
-    for what, mine, theirs in (
-        ("number of log-probabilities", len(got.token_ids), len(got.logprobs)),
-        ("text", want.text, got.text),
-        ("end", _end(want.finished), _end(got.finished)),
-        ("seed", want.finished.seed, got.finished.seed),
-    ):
-        if mine != theirs:
-            return FirstDifference(what, index, None, repr(mine), repr(theirs))
-    return None
-
-
-def _is_near_tie(want: Output, got: Output, at: int, tolerance: float) -> bool:
-    """Whether both tokens were equally likely in plain decoding, up to rounding."""
-    if tolerance == 0 or at >= min(len(want.token_ids), len(got.token_ids)):
-        return False
-    chosen = want.logprobs[at]
-    others = (one.logprob for one in chosen.top if one.token_id == got.token_ids[at])
-    return any(abs(chosen.logprob - other) <= tolerance for other in others)
-
-
-def _num_equal(want: Output, got: Output) -> int:
-    """Return the length of the common prefix."""
-    shorter = min(len(want.token_ids), len(got.token_ids))
-    return next((i for i in range(shorter) if want.token_ids[i] != got.token_ids[i]), shorter)
-
-
-def _token(output: Output, at: int) -> str:
-    return str(output.token_ids[at]) if at < len(output.token_ids) else "the end"
-
-
-def _end(finished: Finished) -> tuple[str, int | None, str | None, int]:
-    return finished.finish_reason, finished.stop_token_id, finished.stop_string, finished.usage.completion_tokens
-
-
 # ------------------------------------------------------------------------------------------ the command
 
 _LISTED = 50  # differences in the text report; JSON lists all
@@ -305,7 +233,8 @@ _GONE = (
     errors.CancelledError,
 )
 
-Progress = Callable[[str], None]
+# Shares of the time after which no more answers are requested: expected ones, and those to requests that run alone.
+_EXPECTED, _ALONE = 0.4, 0.65
 Answers = dict[str, tuple[Output, ...]]
 
 
@@ -341,6 +270,9 @@ class VerifyReport:
     info: ModelInfo
     is_reproducible: bool
     skipped: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)  # cases for which there was no time
+    planned: int = 0  # answers to compare
+    seconds: float = 0.0
     rows: dict[VerifySetting, VerifyRow] = field(default_factory=dict)
     differences: list[tuple[VerifyJob, FirstDifference]] = field(default_factory=list)
     largest_gap: float = 0.0
@@ -351,6 +283,11 @@ class VerifyReport:
         if self.is_reproducible:
             return 0.0
         return 1e-4 if self.info.dtype == "float32" else 0.1
+
+    @property
+    def compared(self) -> int:
+        """The number of answers that were compared."""
+        return sum(sum(row.compared.values()) for row in self.rows.values())
 
     def add(self, job: VerifyJob, expected: tuple[Output, ...], found: tuple[Output, ...] | RequestFailedError) -> None:
         row = self.rows.setdefault(job.setting, VerifyRow())
@@ -377,6 +314,10 @@ class VerifyReport:
             "tolerance": self.tolerance,
             "largest_logprob_difference": self.largest_gap,
             "left_out": self.skipped,
+            "no_time": self.late,
+            "planned": self.planned,
+            "compared": self.compared,
+            "seconds": self.seconds,
             "rows": [{**_name(setting), **asdict(row)} for setting, row in self.rows.items()],
             "differences": [
                 {**_name(job.setting), "way": job.way, "case": job.case.name, "first": asdict(first)}
@@ -391,56 +332,118 @@ def _name(setting: VerifySetting) -> dict[str, str]:
 
 
 def run(arguments: Sequence[str], progress: Progress) -> tuple[str, bool]:
-    """Return the report as text, and whether all answers are equal; `progress` receives progress messages."""
-    asked = _parser().parse_args(arguments)
+    """Return the report as text, and whether all answers are equal."""
+    asked, budget = (parsed := _parser().parse_args(arguments)), TimeBudget(parsed.seconds)
     tls = Tls(authority=asked.tls_ca) if asked.tls or asked.tls_ca else None
     retry = Retry(resume_attempts=3)  # a refusal to resume a stream is reported instead of retried
+    progress(f"connecting to {asked.address}")
     with Client(asked.address, token=os.environ.get(VARIABLE), tls=tls, retry=retry) as client:
-        report = _verify(asked, client, progress)
-    return json.dumps(report.as_dict(), indent=1) if asked.json else as_text(report), not report.differences
-
-
-def _verify(asked: Namespace, client: Client, progress: Progress) -> VerifyReport:
-    info = client.model_info()
-    tokenize = client.tokenize if info.has_tokenizer else None
-    given = asked.prompts
-    prompts = default_prompts(info, asked.tokens, tokenize) if given is None else read_prompts(given, tokenize)
-    run = token_hex(8)  # the salt of this run's caches, which are empty at first
-    is_reproducible = _refuses_rejection(client, prompts[0])
-    report = VerifyReport(info, is_reproducible)
-    wanted, expected = _expected(asked, client, prompts, run, report)
-    draw, every = Random(asked.seed), settings(info, with_rejection=not is_reproducible)  # noqa: S311
-    for setting in every:
-        progress(f"alone: {setting.proposer}, {setting.drafts}")
-        for case in _fitting(setting, wanted):  # with a shared cache
-            job = VerifyJob(setting, case, "alone", run)
-            report.add(job, expected[case.name], _answer(client, job))
-    others = [job for number in range(asked.rounds) for job in company(every, wanted, run, number, draw)]
-    draw.shuffle(others)
-    together = min(asked.company, info.max_batch_size)
-    progress(f"in company: {len(others)} requests, {together} at a time")
-    with ThreadPoolExecutor(together) as pool:
+        report = VerifyReport(client.model_info(), is_reproducible=False)
         try:
-            answers = pool.map(lambda job: _answer(client, job), others)
-            for job, found in zip(others, answers, strict=True):
-                report.add(job, expected[job.case.name], found)
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return report
+            _verify(asked, client, report, budget, progress)
+        except Stopped as stop:
+            report.seconds = budget.elapsed
+            stop.kept = f"{report.compared} of {report.planned or 'the'} answers were compared"
+            stop.report = _shown(report, asked) if report.compared else ""
+            raise
+    report.seconds = budget.elapsed
+    return _shown(report, asked), not report.differences
+
+
+def _shown(report: VerifyReport, asked: Namespace) -> str:
+    return json.dumps(report.as_dict(), indent=1) if asked.json else as_text(report)
+
+
+def _verify(asked: Namespace, client: Client, report: VerifyReport, budget: TimeBudget, progress: Progress) -> None:
+    tokenize = client.tokenize if report.info.has_tokenizer else None
+    given = asked.prompts
+    prompts = default_prompts(report.info, asked.tokens, tokenize) if given is None else read_prompts(given, tokenize)
+    run = token_hex(8)  # the salt of this run's caches, which are empty at first
+    report.is_reproducible = _refuses_rejection(client, prompts[0])
+    wanted, expected = _expected(asked, client, prompts, run, report, budget, progress)
+    draw, every = Random(asked.seed), settings(report.info, with_rejection=not report.is_reproducible)  # noqa: S311
+    alone = spread((VerifyJob(each, case, "alone", run) for each in every for case in _fitting(each, wanted)), draw)
+    rounds = range(asked.rounds)
+    others = spread((job for number in rounds for job in company(every, wanted, run, number, draw)), draw)
+    report.planned = len(alone) + len(others)
+    progress.begin("comparing single requests", len(alone), seconds=_ALONE * budget.seconds - budget.elapsed)
+    for number, job in enumerate(alone, 1):  # with a shared cache
+        if not budget.fits(job.case.cost, _ALONE):
+            break
+        with budget.spending(job.case.cost):
+            report.add(job, expected[job.case.name], _answer(client, job))
+        progress.update(number, f"{job.setting.proposer}, {job.setting.drafts}")
+    together = min(asked.company, report.info.max_batch_size)
+    progress.begin(f"comparing requests, {together} at a time", len(others), seconds=budget.seconds - budget.elapsed)
+    for number, (job, found) in enumerate(_concurrently(client, others, together, budget), 1):
+        report.add(job, expected[job.case.name], found)
+        progress.update(number, f"{job.setting.proposer}, {job.setting.drafts}")
+
+
+def spread(jobs: Iterable[VerifyJob], draw: Random) -> list[VerifyJob]:
+    """Return the jobs in an order in which every beginning has about equally many of each setting and way."""
+    groups: dict[tuple[VerifySetting, Way], list[VerifyJob]] = {}
+    for job in jobs:
+        groups.setdefault((job.setting, job.way), []).append(job)
+    for group in groups.values():
+        draw.shuffle(group)
+    return [job for row in zip_longest(*groups.values()) for job in row if job is not None]
+
+
+def _concurrently(
+    client: Client, jobs: Sequence[VerifyJob], together: int, budget: TimeBudget
+) -> Iterator[tuple[VerifyJob, tuple[Output, ...] | RequestFailedError]]:
+    """Send requests, `together` at a time, while one more would end in time; yield them with their answers."""
+    waiting, latencies = iter(jobs), TimeBudget(budget.seconds - budget.elapsed, budget.clock)
+    running: dict[Future[tuple[Output, ...] | RequestFailedError], tuple[VerifyJob, float]] = {}
+    with ThreadPoolExecutor(together) as pool:
+
+        def send(number: int) -> None:
+            for job in islice(waiting, number if latencies.fits(1.0) else 0):
+                running[pool.submit(_answer, client, job)] = job, latencies.elapsed
+
+        try:
+            send(together)
+            while running:
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    job, start = running.pop(future)
+                    latencies.learn(1.0, latencies.elapsed - start)
+                    yield job, future.result()
+                    send(1)
+        except BaseException:
+            client.close()  # ends the calls of the other threads, for which the pool waits
+            raise
 
 
 def _expected(
-    asked: Namespace, client: Client, prompts: Sequence[Tokens], run: str, report: VerifyReport
-) -> tuple[list[VerifyCase], Answers]:
-    """Return the cases that the server supports, and the answers of plain decoding, alone and with empty caches."""
-    probe = client.generate(
-        prompts[0], temperature=0.0, max_tokens=asked.tokens, ignore_eos=True, cache_salt=run, speculation="off"
-    )
+    asked: Namespace, client: Client, prompts: Sequence[Tokens], run: str, report: VerifyReport, budget: TimeBudget,
+    progress: Progress,
+) -> tuple[list[VerifyCase], Answers]:  # fmt: skip
+    """Return the cases that the server supports, and the answers of plain decoding, alone and with empty caches.
+
+    The cheapest come first, and those for which there is no time are left out.
+    """
+    probe: GenerateOptions = {
+        "temperature": 0.0,
+        "max_tokens": asked.tokens,
+        "ignore_eos": True,
+        "cache_salt": run,
+        "speculation": "off",
+    }
+    with budget.spending(VerifyCase("", prompts[0], probe).cost):
+        answer = client.generate(prompts[0], **probe).outputs[0]
     wanted: list[VerifyCase] = []
     expected: Answers = {}
-    for number, case in enumerate(cases(prompts, asked.tokens, probe.outputs[0])):
+    every = sorted(cases(prompts, asked.tokens, answer), key=lambda case: case.cost)
+    progress.begin("plain decoding", len(every), seconds=_EXPECTED * budget.seconds - budget.elapsed)
+    for number, case in enumerate(every):
+        progress.update(number, case.name)
+        if expected and not budget.fits(case.cost, _EXPECTED):
+            report.late.append(case.name)
+            continue
         try:
-            expected[case.name] = ask(client, case, {**PLAIN.of(case), "cache_salt": f"{run}-{number}"}, "alone", 0)
+            with budget.spending(case.cost):
+                expected[case.name] = ask(client, case, {**PLAIN.of(case), "cache_salt": f"{run}-{number}"}, "alone", 0)
         except (errors.UnsupportedError, errors.InvalidRequestError) as error:
             report.skipped.append(f"{case.name}: {error}")
         else:
@@ -470,7 +473,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, default, what in (
         ("tokens", 16, "maximum number of tokens per answer"),
         ("company", 32, "maximum number of concurrent requests"),
-        ("rounds", 1, "number of rounds of concurrent requests"),
+        ("rounds", 1, "number of rounds of concurrent requests; three cover every way"),
+        ("seconds", 45, "time after which no more requests are sent"),
     ):
         parser.add_argument(f"--{name}", type=at_least(1), default=default, help=f"{what} (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the request order (default: %(default)s)")
@@ -532,6 +536,7 @@ def as_text(report: VerifyReport) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines += ["  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
     lines += ["", *(f"skipped: {text}" for text in report.skipped)]
+    lines += [f"no time for: {name}" for name in report.late]
     for setting, row in report.rows.items():
         if setting.proposer != PLAIN.proposer and not row.drafted:
             lines.append(f"{setting.proposer} {setting.drafts} drafted nothing, so its row does not test drafts")
@@ -541,7 +546,10 @@ def as_text(report: VerifyReport) -> str:
         lines.append(f"different: {job.setting.proposer} {job.setting.drafts}, {job.way}: {job.case.name}, {first}")
     if more := len(report.differences[_LISTED:]):
         lines.append(f"different: {more} more; --json lists all")
-    total = sum(sum(row.compared.values()) for row in report.rows.values())
+    total = report.compared
+    if total < report.planned:
+        enough = math.ceil(1.2 * report.seconds * report.planned / max(1, total))
+        lines.append(f"compared {total} of {report.planned} answers; --seconds {enough} would be enough for all")
     gap = f"log-probabilities differ by at most {report.largest_gap:.2g}"
     ties, wrong = sum(first.is_near_tie for _, first in report.differences), len(report.differences)
     differ = f"{wrong} of {total} answers differ, {ties} of them by near-ties"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
 import statistics
+import subprocess
+import sys
 from importlib.resources import files
 from itertools import pairwise
 from random import Random
@@ -15,12 +18,15 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tokenizers import Tokenizer
 
+from loadtest.__main__ import EXPERIMENTS, main
 from loadtest.experiments.overload import REFUSED, Overload, Phase, Run, Sample, full_rate, overload, poisson
 from loadtest.process import ScrapedMetrics, usage
 from loadtest.workload import LONG, LONGEST_PROMPT, MAX_TOKENS, corpus, request
 from pilotfish import client
 from pilotfish.client import GenerateOptions
+from pilotfish.server.commands.progress import Progress
 from pilotfish.server.telemetry.metrics import Metrics as ServerMetrics
+from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine
 from tests.serving import serving, until
 
@@ -144,6 +150,8 @@ def test_the_servers_own_count_is_the_sum_of_a_names_series():
 class InThisProcess:
     """What `overload` asks of a server's process, of a server that runs here."""
 
+    token = None
+
     def __init__(self, server):
         self.address, self.http_address = (f"127.0.0.1:{port}" for port in (server.app.grpc_port, server.app.http_port))
 
@@ -156,9 +164,73 @@ class InThisProcess:
 
 async def test_everything_sent_is_served_or_refused_with_a_hint():
     ask = lambda random: ("ab", GenerateOptions(max_tokens=random.randint(10, 20)))  # noqa: E731
-    told = []
+    told = io.StringIO()
     async with serving(FakeEngine(batch=2, step_seconds=0.02), max_queue_requests=4) as server:
-        found = await overload(InThisProcess(server), ask, 20.0, 0.5, told.append)
+        found = await overload(InThisProcess(server), ask, 20.0, 0.5, Progress(told))
     assert list(found.problems(timed=False)) == []
     assert {call.status for call in found.overload.calls} == {"OK", REFUSED}
-    assert [line.partition(":")[0] for line in told] == ["warming up", "capacity", "at capacity", "overload"]
+    assert [line.partition(":")[0] for line in told.getvalue().splitlines()] == [
+        "warming up",
+        "capacity",
+        "at capacity",
+        "overload",
+    ]
+
+
+async def test_a_server_is_loaded_by_its_address_with_prompts_of_a_file(tmp_path, capsys, monkeypatch):
+    """Callers of any server: its metrics and its process are not needed."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"ab"\n\n{"prompt": "a b"}\n', "utf-8")
+    engine, short = FakeEngine(batch=4), ["--callers", "3", "--seconds", "0.5", "--untimed"]
+    asked = set()
+    right = engine.add
+    monkeypatch.setattr(engine, "add", lambda request: (asked.add(request.token_ids), right(request))[1])
+    async with serving(engine) as server:
+        address = f"127.0.0.1:{server.app.grpc_port}"
+        for name in ("load", "overload"):
+            command = [name, "--address", address, "--prompts", str(prompts), "--out", str(tmp_path), *short]
+            code = await asyncio.to_thread(main, command)
+            assert code == 0 or name == "overload"
+            found = json.loads((tmp_path / "results.json").read_text())
+            if name == "load":
+                assert {call["status"] for call in found["calls"]} == {"OK"}
+                assert found["callers"] == 3
+    assert asked == {CODEC.encode("ab"), CODEC.encode("a b")}
+    assert "3 callers for " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["chaos", "--address", "x:1"], "--address is not supported"),
+        (["survive", "--prompts", "x"], "--prompts is not supported"),
+        (["load", "--address", "x:1", "--serve", "--threads", "1"], "--address and --serve exclude each other"),
+        (["load", "--prompts", "odd.jsonl"], "odd.jsonl, line 2: expected a text or"),
+        (["load", "--prompts", "broken.jsonl"], "broken.jsonl, line 1: "),
+        (["load", "--prompts", "none.txt"], "none.txt has no prompts"),
+        (["load", "--prompts", "missing.txt"], "missing.txt"),
+        (["load", "--address", "127.0.0.1:1"], "UNAVAILABLE"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(arguments, problem, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"odd.jsonl": '"a"\n{"text": "b"}\n', "broken.jsonl": "{", "none.txt": "\n"}.items():
+        (tmp_path / name).write_text(text, "utf-8")
+    assert main(arguments) == 2
+    assert problem in capsys.readouterr().err
+    assert not (tmp_path / "build").exists(), "no server was started"
+
+
+def test_help_describes_every_experiment(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, experiment in EXPERIMENTS.items():
+        assert f"{name} {' '.join(experiment.about.split())}" in shown
+        assert "minute" in experiment.about
+
+
+def test_locust_is_named_where_it_is_missing():
+    program = "import sys; sys.modules['locust'] = None; import loadtest.locustfile"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()[-40:]) == (1, "Locust: pip install 'pilotfish[loadtest]'"[-40:])

@@ -18,8 +18,9 @@ from pilotfish.engine.errors import ModelError
 from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.proposers.heads.eagle import load_eagle
 from pilotfish.engine.training import trainer
+from pilotfish.engine.training.plan import Schedule, TextPlan
 from pilotfish.engine.training.run import TrainingJob, train_draft
-from pilotfish.engine.training.store import RunFolder, Schedule, TextPlan, WrittenText
+from pilotfish.engine.training.store import RunFolder, WrittenText
 from pilotfish.engine.training.text import Writer, places_of
 from tests import zoo
 
@@ -34,9 +35,19 @@ class Interrupting:
     def __init__(self, after_texts: int | None = None, after_step: int | None = None, of: int = TEXT.texts) -> None:
         self.after_texts, self.after_step, self.of = after_texts, after_step, of
         self.texts: list[int] = []
+        self.stages: list[str] = []
         self.reports: list[trainer.TrainingStep] = []
 
+    def stage(self, what: str, total: int | None = None) -> None:
+        self.stages.append(what)
+        self.seen: list[tuple[int, int]] = []
+
+    def generated(self, done: int, tokens: int) -> None:
+        assert (done, tokens) >= (self.seen[-1] if self.seen else (0, 0))
+        self.seen.append((done, tokens))
+
     def wrote(self, done: int, total: int, tokens: int) -> None:
+        assert self.seen[-1] == (done, tokens) or done == total, "as counted step by step"
         assert tokens > 0
         assert done <= total == self.of
         self.texts.append(done)
@@ -179,8 +190,8 @@ def test_every_family_is_learned_from(family: str, law: dict[str, object], job: 
     told = Interrupting()
     learning = replace(job, engine=engine)
     train_draft(learning, told)
-    _, notes = RunFolder(job.out, learning.settings()).load("target")
-    assert json.loads(notes["law"]) == law
+    parts = Writer(engine).parts()
+    assert {"factor": parts.factor, "cap": parts.cap} == law
     assert len(told.reports) == SCHEDULE.steps
     assert made(job)
 

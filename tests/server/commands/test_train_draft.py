@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from pilotfish.engine.training.run import TrainingJob
 from pilotfish.models import embedded_target
 from pilotfish.server import cli
 from pilotfish.server.commands import train_draft
+from pilotfish.server.commands.progress import Stopped
 from tests import zoo
 
 SMALL = ["--texts", "4", "--tokens", "100", "--steps", "3", "--batch-tokens", "320", "--threads", "1"]
@@ -46,10 +48,10 @@ def test_a_stopped_run_goes_on(
     arguments = ["train-draft", str(target), "--out", str(out), *SMALL]
 
     def stop(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise Stopped(2)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_draft.TrainingBars, "trained", stop)
+        patch.setattr(train_draft.TrainingProgress, "trained", stop)
         assert cli.main(arguments) == 130
     assert "run the same command again to resume" in capsys.readouterr().err
     assert not (out / "model.safetensors").exists()
@@ -59,7 +61,18 @@ def test_a_stopped_run_goes_on(
     assert "after 3 steps" in said.out
     assert "held-out acceptance 0." in said.out
     assert "step 3, loss" in said.err
+    assert "disk: about 0.0 GB at most" in said.err
     assert load_file(out / "model.safetensors")["fc.weight"].shape == (32, 96)
+    assert {path.name for path in (out / ".training").iterdir()} == {"lock", "run.json", "result.json"}
+    assert cli.main(arguments) == 0, "a finished run is reported again"
+    again = capsys.readouterr()
+    assert again.out == said.out
+    assert "generating" not in again.err
+    (out / "model.safetensors").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+        assert cli.main(arguments) == 2
+    assert "GB are free; use fewer texts" in capsys.readouterr().err
     assert cli.main([*arguments, "--seed", "1"]) == 2
     assert "has a run with other settings: schedule" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -14,6 +15,7 @@ from pilotfish.client.convert import completion, model_info
 from pilotfish.engine.errors import Unsupported
 from pilotfish.engine.model.runner import ModelRunner
 from pilotfish.server import cli
+from pilotfish.server.commands.answers import first_difference, largest_gap
 from pilotfish.server.commands.arguments import read_prompts
 from pilotfish.server.commands.verify import (
     WAYS,
@@ -25,9 +27,8 @@ from pilotfish.server.commands.verify import (
     cases,
     company,
     default_prompts,
-    first_difference,
-    largest_gap,
     settings,
+    spread,
 )
 from pilotfish.server.grpc import messages
 from pilotfish.v1 import control_pb2 as control
@@ -36,7 +37,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.fake_grammar import FakeCompiler
 from tests.serving import serving, serving_embedded
 
-QUICK = ["--tokens", "8", "--company", "4"]
+QUICK = ["--tokens", "8", "--company", "4", "--seconds", "600"]
 FEW = {"num_draft_tokens": 1}
 SMALL = {**FEW, "max_model_len": 256, "max_batch_tokens": 64, "max_batch_size": 16}
 PROMPTS = "def mean(values):\n    \nOne, two, three. One, two, three. One,\n"
@@ -102,6 +103,35 @@ def test_after_three_rounds_every_answer_came_in_every_way():
     assert {job.salt == "run" for job in rounds[0]} == {True, False}
 
 
+def test_every_beginning_covers_settings_and_ways():
+    every = settings(info(), with_rejection=True)
+    wanted = cases([(1, 2), (3, 4, 5)], 8, output((5, 6), (-1.0, -0.5)))
+    jobs = [job for number in range(3) for job in company(every, wanted, "run", number, Random(0))]
+    ordered = spread(jobs, Random(0))
+    assert sorted(map(id, ordered)) == sorted(map(id, jobs))
+    groups = set(product(every, WAYS[1:]))
+    assert {(job.setting, job.way) for job in ordered[: len(groups)]} == groups
+    for number in (100, 200):
+        counts = Counter((job.setting, job.way) for job in ordered[:number])
+        largest = {group: sum((job.setting, job.way) == group for job in jobs) for group in groups}
+        fewest = min(counts[group] for group in groups if counts[group] < largest[group])
+        assert max(counts.values()) - fewest <= 1
+
+
+async def test_a_short_time_means_fewer_answers(capsys, prompts):
+    """An answer takes about 0.02 s and more: of hundreds only some are compared, and the report says how many."""
+    async with serving(engine := Faulty(), **FEW) as server:
+        engine.step_seconds = 0.02
+        assert await verify(server, "--tokens", "16", "--company", "2", *prompts, "--seconds", "1", "--json") == 0
+        report = json.loads(capsys.readouterr().out)
+        assert 0 < report["compared"] < report["planned"]
+        assert await verify(server, "--tokens", "16", "--company", "2", *prompts, "--seconds", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("compared ")
+    assert "would be enough for all" in lines[-2]
+    assert lines[-1].startswith("All ")
+
+
 async def test_a_reproducible_server_promises_bits(capsys, prompts):
     engine = Faulty()
     engine.refused = lambda asked: asked.verification == "rejection"  # by which such a server is known
@@ -117,7 +147,7 @@ async def test_without_a_tokenizer_prompts_are_token_ids(capsys):
         assert await verify(server, *QUICK) == 0
     out = capsys.readouterr().out
     left = [line.split(",")[0] for line in out.splitlines() if line.startswith("skipped: ")]
-    assert left == ["skipped: JSON schema", "skipped: regex", "skipped: choice"]
+    assert sorted(left) == ["skipped: JSON schema", "skipped: choice", "skipped: regex"]
 
 
 # ------------------------------------------------------------------------------------------------------ planted faults
