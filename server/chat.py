@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_context
@@ -88,11 +89,16 @@ class Conversation:
         return self.tool_name is not None or self.tool_choice == "required"
 
     @property
+    def offers_tools(self) -> bool:
+        """Whether the answer may have calls, so that the prompt has the functions."""
+        return self.tool_name is not None or self.tool_choice != "none"
+
+    @property
     def callable_tools(self) -> tuple[Tool, ...]:
         """The tools that the answer may call: of a named one, that one only."""
         if self.tool_name is not None:
             return tuple(tool for tool in self.tools if tool.name == self.tool_name)
-        return () if self.tool_choice == "none" else self.tools
+        return self.tools if self.offers_tools else ()
 
 
 class ChatTemplate:
@@ -112,16 +118,21 @@ class ChatTemplate:
             raise ModelError(f"the chat template is nested too deeply: {error!r}") from error
 
     @classmethod
-    def load(cls, source: str, revision: str | None = None) -> ChatTemplate | None:
-        """Load the template of a checkpoint; return None if it has none."""
+    def load(cls, source: str, revision: str | None = None, file: Path | None = None) -> ChatTemplate | None:
+        """Load the template of a checkpoint, or of a file to use with its special tokens.
+
+        Return None if there is none. Raises ModelError if it cannot be read or is invalid.
+        """
+        text = None if file is None else read_template(file)
         gguf = open_gguf(source, revision)
         if gguf is not None:
-            template = chat_template_in(gguf)
-            return None if template is None else cls(template, special_tokens_in(gguf))
+            text = chat_template_in(gguf) if text is None else text
+            return None if text is None else cls(text, special_tokens_in(gguf))
         settings = _json(source, "special_tokens_map.json", revision)
         settings |= _json(source, "tokenizer_config.json", revision)
-        file = find_file(source, "chat_template.jinja", revision)
-        text = _chosen(settings.get("chat_template")) if file is None else file.read_text("utf-8")
+        if text is None:
+            own = find_file(source, "chat_template.jinja", revision)
+            text = _chosen(settings.get("chat_template")) if own is None else read_template(own)
         return None if text is None else cls(text, _special_tokens(settings))
 
     @property
@@ -153,7 +164,7 @@ class ChatTemplate:
         values = self._special_tokens | {"documents": None} | dict(arguments or {})
         values |= {
             "messages": turns,
-            "tools": [{"type": "function", "function": _declared(tool)} for tool in tools] or None,
+            "tools": [tool.declaration for tool in tools] or None,
             "add_generation_prompt": opens_turn,
         }
         self._environment.start()
@@ -241,8 +252,15 @@ def _finalized(_context: Context, value: object) -> object:
     return value
 
 
-def _declared(tool: Tool) -> dict[str, Any]:
-    return {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
+def read_template(file: Path) -> str:
+    """Return the text of a file with a template. Raises ModelError if it cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(4 * MAX_SOURCE + 1).decode("utf-8")  # more bytes than the longest template has
+    except OSError as error:
+        raise ModelError(f"the chat template {shown(str(file))} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ModelError(f"the chat template {shown(str(file))} is not UTF-8: {error}") from None
 
 
 def json_object(field_name: str, text: str) -> dict[str, Any]:

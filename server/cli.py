@@ -84,10 +84,13 @@ def serve(arguments: list[str]) -> int:
 
         from pilotfish.engine.errors import ModelError
         from pilotfish.engine.machine.rank import RankInfo
+        from pilotfish.server.chat import ChatTemplate, read_template
         from pilotfish.server.config import OptionError, ServerConfig
 
         try:
             config = ServerConfig.load(arguments)
+            if config.chat_template is not None:
+                ChatTemplate(read_template(config.chat_template), {})
             place = RankInfo.here()
             place.check(config.tensor_parallel_size)
         except (ValidationError, OptionError, OSError, ModelError) as error:

@@ -31,7 +31,7 @@ from pilotfish.engine.errors import shown
 from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
-ChatFormatName = Literal["plain", "hermes", "qwen_coder", "glm", "llama", "mistral", "gemma", "deepseek", "harmony"]
+ChatFormatName = Literal["generic", "hermes", "qwen_coder", "glm", "llama", "mistral", "gemma", "deepseek", "harmony"]
 FileName = Annotated[Path, AfterValidator(can_be_opened)]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # The draft sources of the embedded target. Together they load in less than a second.
@@ -43,7 +43,7 @@ _GROUPS = {
     "log_format": "observability",
     "target": "model",
     "revision": "model",
-    "chat_format": "model",
+    "chat_template": "model",
     "draft": "drafting",
     "max_model_len": "batching and memory",
     "max_prompt_tokens": "limits of a request",
@@ -149,9 +149,11 @@ class ServerConfig(BaseSettings, EngineConfig):
     log_format: LogFormat = "auto"
     """Log format; auto: text on a terminal (in colour, unless NO_COLOR is set), else json."""
 
+    chat_template: FileName | None = None
+    """File with the chat template (Jinja); default: that of the model."""
     chat_format: ChatFormatName | None = None
-    """Format of the model's tool calls: hermes, qwen_coder, glm, llama, mistral, gemma, deepseek, harmony or plain;
-    default: detected from the chat template."""
+    """Format of the model's tool calls: hermes, qwen_coder, glm, llama, mistral, gemma, deepseek, harmony or generic;
+    default: detected from the chat template, generic if that does not render tools."""
     served_model_name: tuple[AdapterName, ...] = ()
     """Name of the model in the API; repeatable: requests may use any of them. Default: the hub id, or the name of the
     folder or file."""

@@ -21,7 +21,7 @@ from pilotfish.models import embedded_draft, embedded_target
 from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.formats.base import ChatFormat
 from pilotfish.server.formats.detect import detect
-from pilotfish.server.formats.reasoning import PlainFormat
+from pilotfish.server.formats.generic import GenericFormat
 from pilotfish.server.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 
@@ -44,19 +44,22 @@ class EngineView(Protocol):
 
 log = logging.getLogger(__name__)
 
-PLAIN = PlainFormat()
+GENERIC = GenericFormat()
 Progress = Callable[[str], None]
 # Compiles a structure and checks the tokens received of each output: `RemoteEngine.compile`.
 CompileGrammar = Callable[[Guided, Sequence[tuple[int, ...]]], Awaitable[None]]
 
 
-def read_text(config: EngineConfig) -> tuple[Codec | None, ChatTemplate | None]:
-    """Load tokenizer and chat template, without the engine. Raises ModelError if they cannot be used."""
+def read_text(config: EngineConfig, template: Path | None = None) -> tuple[Codec | None, ChatTemplate | None]:
+    """Load the tokenizer and a chat template, without the engine. Raises ModelError if they cannot be used.
+
+    `template`: a file to use instead of the checkpoint's template.
+    """
     codec = Codec.load(config.target, config.revision)
     if codec is None:
         return None, None
     _ = codec.longest_token  # so that the first request does not wait for it
-    return codec, ChatTemplate.load(config.target, config.revision)
+    return codec, ChatTemplate.load(config.target, config.revision, template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class ServedModel:
     codec: Codec | None  # None: the checkpoint has no tokenizer, so requests and answers contain only token ids
     compile_grammar: CompileGrammar | None = None  # None: guided decoding is not available
     chat: ChatTemplate | None = None  # None: the model accepts prompts, but no conversations
-    format: ChatFormat = PLAIN  # notation of reasoning and calls
+    format: ChatFormat = GENERIC  # notation of reasoning and calls
     fingerprint: str = ""  # identifies everything besides the request on which tokens depend (`fingerprint.py`)
     aliases: tuple[str, ...] = ()  # further names
     defaults: SamplingDefaults = NO_DEFAULTS  # of OpenAI's and Anthropic's routes
@@ -94,8 +97,8 @@ class ServedModel:
             codec,
             None if problem else compile_grammar,
             chat,
-            PLAIN if chat is None or codec is None else detect(chat.source, codec.added_tokens),
-            fingerprint(config, engine.facts.dtype),
+            GENERIC if chat is None or codec is None else detect(chat, codec.added_tokens),
+            fingerprint(config, engine.facts.dtype, "" if chat is None else chat.source),
             defaults=SamplingDefaults.load(config),
         )
 
@@ -117,8 +120,9 @@ class ServedModel:
 
     def with_format(self, name: str) -> ServedModel:
         """Return the same model with the chat format of this name. Raises ModelError if there is no such format."""
-        source = None if self.chat is None else self.chat.source
-        return replace(self, format=detect(source, {} if self.codec is None else self.codec.added_tokens, name))
+        if self.chat is None or self.codec is None:
+            return self
+        return replace(self, format=detect(self.chat, self.codec.added_tokens, name))
 
 
 def model_name(source: str) -> str:
@@ -146,14 +150,15 @@ _SAMPLE = 4096  # bytes sampled from each part of a weight file
 _PART, _MOST_PARTS = 1 << 20, 2048  # minimum bytes of a part; maximum parts of a file
 
 
-def fingerprint(config: EngineConfig, dtype: str) -> str:
+def fingerprint(config: EngineConfig, dtype: str, template: str = "") -> str:
     """Return 16 hexadecimal digits that depend on the target's files and on the types of weights, activations and K/V.
 
-    Small files are read whole, weights are sampled: 4 KiB of each MiB, fewer of large files. Drafts are not included,
-    nor is the machine: float results of different CPUs or GPUs may differ in the last bits.
+    They also depend on the text of the chat template, which may be another one than the target's. Small files are read
+    whole, weights are sampled: 4 KiB of each MiB, fewer of large files. Drafts are not included, nor is the machine:
+    float results of different CPUs or GPUs may differ in the last bits.
     """
     kept = "" if config.kv_cache_dtype == "auto" else f" {config.kv_cache_dtype}"
-    digest = hashlib.blake2b(f"{VERSION} {config.weights} {dtype}{kept}".encode(), digest_size=8)
+    digest = hashlib.blake2b(f"{VERSION} {config.weights} {dtype}{kept}{template}".encode(), digest_size=8)
     gguf = open_gguf(config.target, config.revision)
     if gguf is not None:
         with gguf.path.open("rb") as file:

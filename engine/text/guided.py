@@ -196,12 +196,12 @@ def rule_of(guided: Guided) -> str:
     return f"/{regex_to_lark(regex, use_ascii='')}/"
 
 
-def json_rule(schema: str, *, is_object: bool = False, lenient: bool = False, quote: str = "") -> str:
+def json_rule(schema: str, *, of_tool: bool = False, lenient: bool = False, quote: str = "") -> str:
     """A JSON Schema as the right-hand side of a Lark rule.
 
     Args:
         schema: the text of the schema.
-        is_object: allow only objects.
+        of_tool: the schema is that of a function's arguments: an object, and closed (`SchemaRules`).
         lenient: ignore unsupported keywords.
         quote: a token around strings; empty: the documents are JSON. See `SchemaRules`.
 
@@ -209,7 +209,8 @@ def json_rule(schema: str, *, is_object: bool = False, lenient: bool = False, qu
         ValueError: the schema is invalid, or cannot be enforced exactly.
     """
     root = parsed(schema)
-    return SchemaRules(root, lenient=lenient, quote=quote).text(root, {"type": "object"} if is_object else True)
+    arguments = {"type": "object", "properties": {}}
+    return SchemaRules(root, lenient=lenient, closed=of_tool, quote=quote).text(root, arguments if of_tool else True)
 
 
 def _with_own_schemas(grammar: str) -> str:

@@ -178,6 +178,8 @@ class Admission:
             try:
                 await require(guided)
             except InvalidRequest as invalid:  # the problem concerns all parts together: no field
+                if not answer.requires_structure:
+                    return with_structure(request, structure_of(replace(answer, is_guided=False), model.format))
                 whole = "messages.tools" if answer.tools else "guided"
                 raise InvalidRequest([replace(v, field=whole) for v in invalid.violations]) from None
         received = [output.token_ids for output in request.received]

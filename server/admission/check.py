@@ -178,6 +178,9 @@ def _with_answer(
         raise InvalidRequest.of("messages.tools", f"is not supported in this model's call format: {error}") from error
     size = 0 if guided is None or guided == answer.content else len((guided.grammar or "").encode())
     most = model.engine.config.max_structure_bytes
+    if (size > most or request.sampling.ignore_eos) and not answer.requires_structure:
+        answer = replace(answer, is_guided=False)
+        guided, size = structure_of(answer, model.format), 0
     if size > most:
         field = "messages.tools" if answer.tools else "guided"
         raise InvalidRequest.of(field, f"make a structure of {size} bytes; the limit is {most}")

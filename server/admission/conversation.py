@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from pilotfish.engine.config import Bounds
-from pilotfish.engine.errors import InvalidRequest, Unsupported, Violation, shown
+from pilotfish.engine.errors import InvalidRequest, Violation, shown
 from pilotfish.engine.params import Guided
 from pilotfish.engine.request.validation import structure_field, structure_texts, structure_violations
 from pilotfish.engine.text.guided import rule_of
 from pilotfish.server.chat import ChatMessage, ChatTemplate, Conversation, ToolCall, json_object
 from pilotfish.server.formats.json_text import object_in, value_in
-from pilotfish.server.formats.reasoning import PlainFormat
 from pilotfish.server.formats.structure import Answer
 from pilotfish.server.model import ServedModel
 
@@ -35,17 +34,19 @@ def text_of_conversation(asked: Conversation, model: ServedModel) -> str:
         found += invalid.violations
     if found:
         raise InvalidRequest(found)
-    offers = asked.tool_name is not None or asked.tool_choice != "none"
+    tools = asked.tools if asked.offers_tools else ()
     continues, opens = asked.continue_final_message, asked.add_generation_prompt
     text = model.chat.render(
-        map(record_of, asked.messages),
-        asked.tools if offers else (),
+        *model.format.rendered(records_of(asked.messages), tools),
         arguments,
         opens_turn=not continues if opens is None else opens,
         continues=continues,
     )
     if _SURROGATE.search(text):  # JSON can contain one as an escape
         raise InvalidRequest.of("messages", "contain an unpaired surrogate")
+    if missing := [tool.name for tool in tools if tool.name not in text]:
+        problem = f"cannot be used: the chat template omits {shown(missing[0])} (option chat_template)"
+        raise InvalidRequest.of("messages.tools", problem)
     return text
 
 
@@ -63,22 +64,18 @@ def starts_in_reasoning(asked: Conversation, text: str, model: ServedModel) -> b
 def answer_of(asked: Conversation, guided: Guided | None, model: ServedModel, text: str | None) -> Answer:
     """Return the constraints on the answer; `text` is the rendered conversation, None if it could not be rendered.
 
-    Raises InvalidRequest for an invalid schema or thinking budget, Unsupported if the format of calls is unknown.
+    Raises InvalidRequest for an invalid schema or thinking budget.
     """
     answer = Answer(
         tools=asked.callable_tools,
         first_tool=next((i for i, tool in enumerate(asked.tools) if tool.name == asked.tool_name), 0),
         must_call=asked.must_call,
         several=asked.parallel_tool_calls,
+        is_guided=model.format.is_guided and model.compile_grammar is not None,
         content=guided,
         starts_in_reasoning=text is not None and starts_in_reasoning(asked, text, model),
         thinking_budget=asked.thinking_budget,
     )
-    if answer.tools and isinstance(model.format, PlainFormat):
-        raise Unsupported(
-            "messages.tools is set; the format of tool calls was not recognised in this model's chat template (option "
-            "chat_format)"
-        )
     return _sound(answer, model)
 
 
@@ -109,6 +106,17 @@ def _part_violations(field: str, part: Guided, bounds: Bounds) -> Iterator[Viola
         text = " | ".join(text for _, text in structure_texts(part))
         found = [Violation(structure_field(part), f"is {shown(text)}: {error}")]
     return (replace(violation, field=field or violation.field) for violation in found)
+
+
+def records_of(turns: Iterable[ChatMessage]) -> Iterator[dict[str, Any]]:
+    """Convert turns; results of calls have the names of the functions, which some templates require."""
+    names = dict[str, str]()
+    for turn in turns:
+        record = record_of(turn)
+        names |= {call.id: call.name for call in turn.tool_calls}
+        if turn.role == "tool" and turn.tool_call_id in names:
+            record.setdefault("name", names[turn.tool_call_id])
+        yield record
 
 
 def record_of(turn: ChatMessage) -> dict[str, Any]:

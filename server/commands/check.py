@@ -39,7 +39,7 @@ def run(arguments: Sequence[str], progress: Callable[[str], None]) -> tuple[str,
     report = check(config.engine(), load=not asked.no_load)
     if report.works:
         with collected_problems(report):
-            ChatTemplate.load(config.target, config.revision)
+            ChatTemplate.load(config.target, config.revision, config.chat_template)
     return json.dumps(report.as_dict(), indent=2) if asked.json else as_text(report), report.works
 
 

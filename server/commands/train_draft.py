@@ -110,7 +110,8 @@ def job_of(arguments: Sequence[str]) -> TrainingJob:
     from pilotfish.server.chat import ChatTemplate
 
     engine = config.engine().model_copy(update={"draft": (), "warm_up_seconds": 0.0})
-    codec, chat = Codec.load(engine.target, engine.revision), ChatTemplate.load(engine.target, engine.revision)
+    codec = Codec.load(engine.target, engine.revision)
+    chat = ChatTemplate.load(engine.target, engine.revision, config.chat_template)
     encode = None if codec is None else codec.encode
     render = None if codec is None or chat is None else partial(_rendered, codec, chat)
     given = [[] if path is None else read_prompts(path, encode, render) for path in (asked.prompts, asked.held_out)]

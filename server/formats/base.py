@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -20,6 +20,8 @@ from pilotfish.engine.text.stops import Asides, StopStrings
 from pilotfish.server.formats.json_text import JsonText
 
 ANY_OBJECT = '{"type": "object"}'
+ANY_ARGUMENTS = '{"type": "object", "additionalProperties": true}'
+NO_ARGUMENTS = '{"type": "object", "properties": {}}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,14 @@ class Tool:
 
     name: str
     description: str = ""
-    parameters: str = ANY_OBJECT
+    parameters: str = NO_ARGUMENTS
     strict: bool = False
+
+    @property
+    def declaration(self) -> dict[str, Any]:
+        """The function as OpenAI's API and chat templates write it."""
+        function = {"name": self.name, "description": self.description, "parameters": json.loads(self.parameters)}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,7 @@ class CallArguments:
     text: str
 
 
+Turn: TypeAlias = dict[str, Any]  # of a conversation, as chat templates expect it
 Piece: TypeAlias = Reasoning | Content | CallStart | CallArguments
 
 
@@ -236,11 +245,17 @@ class ChatFormat(ABC):
     turns: ClassVar[tuple[str, ...]] = ()  # markers of turns; parsers drop those that are tokens
 
     newest: ClassVar[str] = ""  # the default variant
+    calls_alone = False  # whether the chat template renders one call of a turn only
+    is_guided: ClassVar[bool] = False  # whether calls are always constrained, because the model may not know the format
 
     def __init__(
         self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None, variant: str = ""
     ) -> None:
         self.special, self.reasoning, self._variant = dict(special or {}), reasoning, variant or self.newest
+
+    def rendered(self, turns: Iterable[Turn], tools: Sequence[Tool]) -> tuple[Iterable[Turn], Sequence[Tool]]:
+        """Return the turns and functions that the chat template renders: these, or turns with one call each."""
+        return one_by_one(turns) if self.calls_alone else turns, tools
 
     def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False, has_structure: bool = False) -> Any:
         """Return a `Parser` for one output.
@@ -317,6 +332,28 @@ class ChatFormat(ABC):
         return f"({' '.join(parts)})" if len(parts) > 1 else "".join(parts)
 
 
+def one_by_one(turns: Iterable[Turn]) -> Iterator[Turn]:
+    """Split turns of several calls: each call is a turn, followed by its result.
+
+    A result belongs to the call that it names, else to the first one without a result.
+    """
+    calls: list[tuple[Turn, list[Turn]]] = []  # of the last turn of the assistant, with their results
+    for turn in turns:
+        if turn["role"] == "tool" and calls:
+            named = (results for one, results in calls if one["tool_calls"][0]["id"] == turn.get("tool_call_id"))
+            unanswered = (results for _, results in calls if not results)
+            next(named, next(unanswered, calls[-1][1])).append(turn)
+            continue
+        yield from (some for one, results in calls for some in (one, *results))
+        calls = []
+        if several := turn.get("tool_calls"):
+            bare = {"role": turn["role"], "content": ""}
+            calls = [((bare if i else turn) | {"tool_calls": [call]}, []) for i, call in enumerate(several)]
+        else:
+            yield turn
+    yield from (some for one, results in calls for some in (one, *results))
+
+
 def choices(calls: Iterable[str]) -> list[str]:
     """Return Lark rules: `call` matches one of these."""
     rules = [f"call_{i}: {one}" for i, one in enumerate(calls)]
@@ -334,8 +371,8 @@ def without(*marks: str) -> str:
 
 
 def arguments_rule(tool: Tool, quote: str = "") -> str:
-    """Return the right-hand side of a Lark rule for arguments that are valid under the tool's schema.
+    """Return the right-hand side of a Lark rule for arguments that are valid under the tool's schema, and declared.
 
     `quote`: the token around strings, in Lark; empty for JSON.
     """
-    return json_rule(tool.parameters, is_object=True, lenient=not tool.strict, quote=quote)
+    return json_rule(tool.parameters, of_tool=True, lenient=not tool.strict, quote=quote)

@@ -108,10 +108,10 @@ class LlamaFormat(ChatFormat):
 
         The schema of the arguments has an identifier, so that its references stay valid.
         """
-        parameters = {"$id": f"tool:{tool.name}", "type": "object"} | json.loads(tool.parameters)
+        parameters = {"$id": f"tool:{tool.name}", "type": "object", "properties": {}} | json.loads(tool.parameters)
         properties = {"name": {"const": tool.name}, "parameters": parameters}
         schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-        return json_rule(json.dumps(schema), lenient=not tool.strict)
+        return json_rule(json.dumps(schema), of_tool=True, lenient=not tool.strict)
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
         return f"calls: {self.literal(_TAG)}? rest\n{self.rest(tools, several=several)}"

@@ -1,4 +1,4 @@
-"""The parser that splits reasoning, content and calls, and the format without calls."""
+"""The parser that splits reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from pilotfish.engine.errors import InvalidRequest
 from pilotfish.server.formats.base import (
     CallArguments,
     CallStart,
@@ -164,10 +163,7 @@ class Parser:
         self._scanner.forget()
 
     def _call(self, marker: str) -> Steps[bool]:
-        """Read calls after a marker; return whether all text taken since the last complete one belongs to them.
-
-        By default there are none, as in formats without calls: the text is content.
-        """
+        """Read calls after a marker; return whether all text taken since the last complete one belongs to them."""
         yield from ()
         return False
 
@@ -386,17 +382,3 @@ class Parser:
         colon = yield from self._expect(":")
         yield from self._space()
         return key if colon else ""
-
-
-class PlainFormat(ChatFormat):
-    """Reasoning and content, without calls."""
-
-    name = "plain"
-    reads = Parser
-
-    def _sequence(self, *, several: bool) -> str:
-        return "call"
-
-    def _call(self, tool: Tool, shared: dict[str, str]) -> str:
-        """Raise InvalidRequest: the model has no format of calls."""
-        raise InvalidRequest.of("tools", "are not supported by the chat template of this model")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from pilotfish.engine.params import Guided, ThinkingBudget
 from pilotfish.engine.text.guided import rule_of
-from pilotfish.server.formats.base import ANY_OBJECT, ChatFormat, Tool, arguments_rule, without
+from pilotfish.server.formats.base import ANY_ARGUMENTS, ChatFormat, Tool, arguments_rule, without
 
 _ANYTHING = "/(?s:.*)/"
 log = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ class Answer:
     first_tool: int = 0  # index of the first one among the functions of the request
     must_call: bool = False  # it consists of calls only
     several: bool = True  # it may have several calls
+    is_guided: bool = False  # its calls are constrained also where neither a choice nor a strict tool requires that
     content: Guided | None = None  # the structure of its content, unless it is a call
     starts_in_reasoning: bool = False  # its text begins with reasoning
     thinking_budget: int | None = None  # maximum number of reasoning tokens; None: no limit
@@ -32,6 +33,11 @@ class Answer:
     @property
     def has_structure(self) -> bool:
         """Whether the text is constrained; otherwise the schemas of tools are not used."""
+        return self.requires_structure or (self.is_guided and bool(self.tools))
+
+    @property
+    def requires_structure(self) -> bool:
+        """Whether the request asks for constraints; it fails if they cannot be compiled."""
         return self.must_call or self.content is not None or any(tool.strict for tool in self.tools)
 
     @property
@@ -49,7 +55,7 @@ class Answer:
         """Return the same with any object as the arguments of one tool; `problem` is logged."""
         tools = list(self.tools)
         log.warning("the parameters of the non-strict tool %r are not enforced: %s", tools[index].name, problem)
-        tools[index] = replace(tools[index], parameters=ANY_OBJECT)
+        tools[index] = replace(tools[index], parameters=ANY_ARGUMENTS)
         return replace(self, tools=tuple(tools))
 
 

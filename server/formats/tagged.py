@@ -216,7 +216,7 @@ class Parameters:
 
     def __init__(self, tool: Tool) -> None:
         self._tool, self._root = tool, parsed(tool.parameters)
-        self._rules = SchemaRules(self._root, lenient=not tool.strict)
+        self._rules = SchemaRules(self._root, lenient=not tool.strict, closed=True)
         self._types: dict[str, frozenset[str]] = {}
 
     def types(self, name: str) -> frozenset[str]:
@@ -253,8 +253,9 @@ class Parameters:
             name: False for part in branch for name in keywords.read(part, "properties", dict, {})
         }
         found |= {name: True for part in branch for name in keywords.required(part)}
-        is_whole = any("properties" in part or part.get("additionalProperties") is False for part in branch)
-        return found if is_whole else found | {None: False}
+        others = [part["additionalProperties"] for part in branch if "additionalProperties" in part]
+        is_open = bool(others) and False not in others and not any("properties" in part for part in branch)
+        return found | {None: False} if is_open else found
 
     def rule(self, name: str | None, tags: TaggedFormat) -> str:
         """Return the right-hand side of a Lark rule for a value and its end. Raises ValueError if there is none."""

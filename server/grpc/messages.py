@@ -24,7 +24,7 @@ from pilotfish.engine.request.validation import prompt_too_long
 from pilotfish.engine.types import FinishedOutput, Logprob, ReceivedOutput, Request, Resume, TokenEvent
 from pilotfish.server.admission.check import NO_TOKENS, Prompt
 from pilotfish.server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation, ToolCall
-from pilotfish.server.formats.base import ANY_OBJECT, Tool
+from pilotfish.server.formats.base import NO_ARGUMENTS, Tool
 from pilotfish.server.model import ServedModel
 from pilotfish.server.streams.stream import NOTHING_RECEIVED, OutputStream
 from pilotfish.server.turns import max_len_of
@@ -128,7 +128,7 @@ def _conversation(asked: pb.ChatMessages, found: list[Violation]) -> Conversatio
     return Conversation(
         messages=tuple(map(_turn, asked.messages)),
         tools=tuple(
-            Tool(tool.name, tool.description, tool.parameters or ANY_OBJECT, tool.strict)
+            Tool(tool.name, tool.description, tool.parameters or NO_ARGUMENTS, tool.strict)
             for tool in _bounded(asked.tools, "messages.tools", "functions", MAX_TOOLS, found)
         ),
         tool_choice=cast("Literal['auto', 'none', 'required']", _CHOICES.get(mode, "auto")),

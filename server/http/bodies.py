@@ -31,7 +31,7 @@ from pilotfish.server.admission.admission import Reader
 from pilotfish.server.admission.check import NO_TOKENS, Prompt
 from pilotfish.server.chat import Conversation
 from pilotfish.server.errors import QueueFull
-from pilotfish.server.formats.base import ANY_OBJECT, Tool
+from pilotfish.server.formats.base import ANY_OBJECT, NO_ARGUMENTS, Tool
 from pilotfish.server.http.errors import violations
 from pilotfish.server.http.event_ids import parse_event_id
 from pilotfish.server.http.fields import (
@@ -245,7 +245,7 @@ class FunctionBody(Body):
 
     @property
     def declared(self) -> Tool:
-        schema = ANY_OBJECT if self.parameters is None else json.dumps(self.parameters)
+        schema = NO_ARGUMENTS if self.parameters is None else json.dumps(self.parameters)
         return Tool(self.name, self.description, schema, self.strict)
 
 

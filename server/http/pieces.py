@@ -55,7 +55,8 @@ class CallReader:
 
     def __init__(self, asked: Conversation, stream: OutputStream, chat_format: ChatFormat | None) -> None:
         self._format, self._tools = chat_format, asked.callable_tools
-        self._has_structure = asked.must_call or any(tool.strict for tool in self._tools)
+        guided = stream.request.sampling.guided
+        self._has_structure = guided is not None and not guided.is_free
         self._starts_in_reasoning = stream.starts_in_reasoning
         self._parsers: dict[int, Parser] = {}  # by output
         self.reasoning_tokens = Counter[int]()  # of each output so far

@@ -58,6 +58,7 @@ class RemoteEngine:
         self.config = config.engine()
         self._forks, self._start_forks, self._has_standby = forks, start_forks, config.standby
         self._hang_seconds, self._log_format = config.hang_seconds, config.log_format
+        self._template = config.chat_template
         self._watches_cache = config.kv_events_endpoint is not None
         self._worker: Worker | None = None
         self._standby: Standby | None = None
@@ -76,7 +77,7 @@ class RemoteEngine:
         Raises ModelError if the models cannot be served. Can be cancelled.
         """
         started = time.monotonic()
-        reading = asyncio.ensure_future(asyncio.to_thread(read_text, self.config))
+        reading = asyncio.ensure_future(asyncio.to_thread(read_text, self.config, self._template))
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # a failed load is raised first
         worker = await self._loaded(progress, is_successor=False)
         self.adapters |= {name: Adapter(name, 0, fingerprint) for name, fingerprint in worker.adapters.items()}

@@ -27,6 +27,11 @@ class Served:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def get(self, path: str) -> dict:
+        answer = httpx.get(f"{self.url}{path}", timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
     def metric(self, name: str) -> float:
         """The sum of all series of one name."""
         lines = httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines()

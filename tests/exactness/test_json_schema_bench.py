@@ -62,7 +62,7 @@ that needs no escape. Look-around, back-references, `\\b`, flags, and escapes th
 `\\Z`) are refused.
 
 In a tool that is not strict an unsupported keyword is ignored, with a warning in the log; the other keywords are
-enforced.
+enforced. Arguments of tools have [declared properties only](api.md#tools-and-reasoning).
 """
 
 

@@ -29,9 +29,9 @@ from pilotfish.server.formats.base import CallArguments, Reasoning, ReasoningMar
 from pilotfish.server.formats.deepseek import DeepSeekFormat
 from pilotfish.server.formats.detect import FORMATS
 from pilotfish.server.formats.gemma import GemmaFormat
+from pilotfish.server.formats.generic import GenericFormat
 from pilotfish.server.formats.harmony import HarmonyFormat
 from pilotfish.server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
-from pilotfish.server.formats.reasoning import PlainFormat
 from pilotfish.server.formats.structure import Answer, structure_of
 from pilotfish.server.formats.tagged import GlmFormat, QwenCoderFormat
 from tests import heads, zoo
@@ -81,7 +81,7 @@ def formats():
 
 
 def test_every_format_is_here():
-    assert {type(made) for made in formats().values()} | {PlainFormat} == set(FORMATS.values())
+    assert {type(made) for made in formats().values()} | {GenericFormat} == set(FORMATS.values())
 
 
 @cache
@@ -263,7 +263,7 @@ def test_a_structure_begins_where_reasoning_ends(name, content):
     (first,) = served(prefix_cache=False).generate(PROMPT, sampling, speculation=asking("none", 0))
     assert first.finish_reason is FinishReason.STOP
     found = joined(read(chat_format, (), first, answer.starts_in_reasoning))
-    alone = structure_of(replace(answer, thinking_budget=None), PlainFormat())
+    alone = structure_of(replace(answer, thinking_budget=None), GenericFormat())
     assert served()._compiler.compile(alone).start().advance(codec().encode(found.content, bare=True)) > 0
     assert found.content
     for proposer, num_draft in (("ngram", 8), ("model", 3), ("auto", 1)):

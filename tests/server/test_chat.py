@@ -9,9 +9,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
+from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import InvalidRequest, ModelError
 from pilotfish.engine.text.codec import Codec
 from pilotfish.server.chat import MAX_MESSAGES, ChatTemplate
+from pilotfish.server.model import fingerprint, read_text
 from pilotfish.v1 import generation_pb2 as pb
 from tests.engine.text.test_codec import byte_level
 from tests.server.test_generate import refused, request
@@ -115,6 +117,14 @@ def test_where_a_template_is_found(tmp_path, where):
         checkpoint(tmp_path, "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", where=where)
     )
     assert template.render(messages([("user", "hi")])) == "<s>hi</s>"
+
+
+def test_a_file_replaces_the_template_and_has_the_special_tokens(tmp_path):
+    file, source = tmp_path / "own.jinja", checkpoint(tmp_path, "{{ 1 }}")
+    file.write_text("{{ bos_token }}ä")
+    model, (_, template) = EngineConfig(target=source), read_text(EngineConfig(target=source), file)
+    assert template.render(messages([("user", "hi")])) == "<s>ä"
+    assert fingerprint(model, "float32", template.source) != fingerprint(model, "float32", "{{ 1 }}")
 
 
 def test_a_checkpoint_may_have_no_template_but_no_broken_one(tmp_path):

@@ -275,8 +275,34 @@ def test_a_missing_token_file_or_extra_is_one_line(refused, monkeypatch) -> None
 
 
 @pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"\xff", "is not UTF-8"),
+        (b"\n{% for %}", "the chat template is invalid: line 2"),
+        (b"a" * ((1 << 17) + 1), "characters; expected at most 131072"),
+    ],
+)
+def test_a_bad_chat_template_is_one_error_before_anything_loads(content, problem, tmp_path, capsys) -> None:
+    file = tmp_path / "t.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    assert cli.main(["serve", "/there/is/no/model", "--chat-template", str(file)]) == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "option",
-    ["", "--draft=", "--adapter=a=", "--adapter-root=", "--token-file=", "--config=", "--tls-cert="],
+    [
+        "",
+        "--draft=",
+        "--chat-template=",
+        "--adapter=a=",
+        "--adapter-root=",
+        "--token-file=",
+        "--config=",
+        "--tls-cert=",
+    ],
 )
 def test_an_invalid_file_name_is_one_line(option, capsys) -> None:
     assert cli.main(["serve", f"{option}{'x' * 5000}"]) == 2

@@ -71,14 +71,16 @@ class SchemaRules:
     Args:
         root: the result of `keywords.parsed`, in which references are resolved.
         lenient: ignore unsupported keywords, with a log line.
+        closed: objects with `properties` have no others, unless `additionalProperties` or `patternProperties` allows
+            them.
         quote: a token around strings, in Lark. Then documents are not JSON: names are unquoted if possible and sorted,
         and there is no white space. Empty: JSON.
     """
 
-    def __init__(self, root: Schema, *, lenient: bool = False, quote: str = "") -> None:
+    def __init__(self, root: Schema, *, lenient: bool = False, closed: bool = False, quote: str = "") -> None:
         self.keywords = Keywords(Document(root), is_lenient=lenient, alphabet=TEXT if quote else JSON)
         self.branches = Branches(self.keywords)
-        self._alphabet, self._quote = self.keywords.alphabet, quote
+        self._alphabet, self._quote, self._closed = self.keywords.alphabet, quote, closed
         self._nowhere = ""  # the JSON pointer of the first unsatisfiable schema
         self._names_in: dict[str, LLMatcher] = {}
         self._empty: set[tuple[int, ...]] = set()  # sets of schemas that no value satisfies
@@ -364,6 +366,8 @@ class SchemaRules:
         if taken:
             without = f" & ~{self._alphabet.terminal(texts(taken, self._alphabet))}"
         for names, matched in self._classes(branch):
+            if not matched and self._closed and is_closed(branch):
+                continue
             value = self.value(self.of_property(branch, "", matched))
             if value is not None and not (matched and self._is_empty(names + without)):
                 found.append(f'{self._terminal(names + without)} ":" {value}')
@@ -428,6 +432,11 @@ class SchemaRules:
 
 _WORD = re.compile(r"[A-Za-z]\w*")
 _COMMA = '"," '
+
+
+def is_closed(branch: Branch) -> bool:
+    """Whether schemas of an object list its properties, and do not mention others."""
+    return any("properties" in part for part in branch) and not any("additionalProperties" in part for part in branch)
 
 
 def _repeated(item: str, low: int, high: int | None, *, is_first: bool) -> str:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
 
-from pilotfish.server.formats.base import ChatFormat, Tool
+from pilotfish.server.formats.base import ANY_ARGUMENTS, ChatFormat, Tool
 from tests.schemas import Schema, random_schema
 from tests.server.formats.walks import TEXT, VALUES, Call, Masks, Reading, tool
 
@@ -23,7 +23,7 @@ Render: TypeAlias = Callable[[Calls], str]
 dumped = functools.partial(json.dumps, ensure_ascii=False)  # as in the chat templates
 
 # One name begins another. Where values are written without quotes, their types are the schema's.
-FREE = (Tool("get"), Tool("get_x"), Tool("set"))
+FREE = tuple(Tool(name, parameters=ANY_ARGUMENTS) for name in ("get", "get_x", "set"))
 TYPED = (
     tool("get", a={"type": "string"}, b={"type": "integer"}, c={"type": ["array", "object"]}),
     tool("get_x"),

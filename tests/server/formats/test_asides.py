@@ -12,7 +12,7 @@ TOOLS = [Tool("f")]
 THOUGHT = "<think>\nreason</think>\n\n"
 HARMONY = "<|channel|>analysis<|message|>reason<|end|><|start|>assistant"
 CASES = [  # a format, an output, what is found in it and what is not
-    ("plain", f"{THOUGHT}answer", "answer", ["reason", "think", "\n"]),
+    ("generic", f"{THOUGHT}answer", "answer", ["reason", "think", "\n"]),
     ("hermes", f'{THOUGHT}answer<tool_call>\n{{"name": "f"}}', "answer", ["reason", "<", "name", "\n"]),
     ("qwen_coder", "answer<tool_call>\n<function=f>", "answer", ["<", "function", "\n"]),
     ("glm", f"{THOUGHT}answer<tool_call>f\n", "answer", ["<", "f", "\n"]),

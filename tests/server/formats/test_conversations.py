@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from pilotfish.client import InvalidRequestError, UnsupportedError
+from pilotfish.client import InvalidRequestError
 from pilotfish.engine.text.codec import Codec
 from pilotfish.models import embedded_target
 from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.formats.base import ReasoningMarks
+from pilotfish.server.formats.generic import GenericFormat
 from pilotfish.server.formats.json_calls import HermesFormat, LlamaFormat
 from pilotfish.server.formats.tagged import QwenCoderFormat
 from tests.server.fake_engine import FakeEngine
@@ -197,11 +198,34 @@ async def test_reasoning_has_a_budget_and_structure_follows_it(server, client, m
     assert not (await client.generate(turns, max_tokens=1, continue_final_message=True)).starts_in_reasoning
 
 
-async def test_tools_of_a_model_whose_calls_are_not_known():
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+async def test_tools_that_do_not_reach_the_model_are_refused():
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{% endfor %}", {})
     async with serving(FakeEngine(), chat=template) as server, grpc_client(server) as client:
-        with pytest.raises(UnsupportedError, match="format of tool calls was not recognised"):
+        with pytest.raises(InvalidRequestError, match=r"messages\.tools cannot be used: .* omits 'weather'"):
             await client.generate(ASKED, tools=[TOOL])
+        assert (await client.generate(ASKED, tools=[TOOL], tool_choice="none", max_tokens=1)).token_ids
+
+
+async def test_calls_in_the_generic_form_are_constrained_where_they_can_be(server, client, monkeypatch):
+    driver, asked = server.app.driver, []
+    model = driver.model
+
+    async def compile_grammar(guided, received):
+        asked.append(guided)
+        await model.compile_grammar(guided, received)
+
+    generic = GenericFormat(model.codec.added_tokens)
+    monkeypatch.setattr(driver, "model", replace(model, format=generic, compile_grammar=compile_grammar))
+    done = await client.generate(ASKED, tools=[TOOL], max_tokens=2, prompt_token_ids=True)
+    assert "You can call these functions:\n<tools>\n" in CODEC.decode(done.prompt_token_ids)
+    assert [guided.grammar.count("days") for guided in asked] == [1]
+    assert (await client.generate(ASKED, tools=[TOOL], tool_choice="none", max_tokens=2)).token_ids
+    assert (await client.generate(ASKED, tools=[TOOL], ignore_eos=True, max_tokens=2)).token_ids
+    monkeypatch.setattr(model.engine, "config", model.engine.config.model_copy(update={"max_structure_bytes": 300}))
+    assert (await client.generate(ASKED, tools=[TOOL], max_tokens=2)).token_ids
+    assert len(asked) == 1
+    with pytest.raises(InvalidRequestError, match="make a structure of"):
+        await client.generate(ASKED, tools=[TOOL], tool_choice="required")
 
 
 async def test_a_strict_schema_that_the_format_cannot_express_is_refused(server, client, monkeypatch):

@@ -155,9 +155,9 @@ def test_values_of_a_schema(schema, yes, no):
         assert [value for value in no if each.allows("calls", tools, write([("one", {"v": value})]))] == []
 
 
-def test_a_tool_that_declares_no_properties_takes_all():
+def test_a_tool_without_properties_takes_others_if_its_schema_allows_them():
     nothing, something = (write([("any", given)]) for given in ({}, {"a": "b", "c": [1]}))
-    for schema, takes_all in (({}, True), ({"properties": {}}, False), ({"additionalProperties": False}, False)):
+    for schema, takes_all in (({}, False), ({"properties": {}}, False), ({"additionalProperties": True}, True)):
         tools = [Tool("any", parameters=json.dumps(schema))]
         assert QWEN_CODER.first.allows("calls", tools, nothing)
         assert QWEN_CODER.first.allows("calls", tools, something) == takes_all

@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pilotfish.engine.errors import InvalidRequest
 from pilotfish.server.formats.base import ReasoningMarks
-from pilotfish.server.formats.reasoning import PlainFormat
+from pilotfish.server.formats.generic import GenericFormat
 from tests.server.formats.laws import check_linear
-from tests.server.formats.walks import Reading, read, tool
+from tests.server.formats.walks import Reading, read
 
 MARKS = ReasoningMarks()
-THINKING = PlainFormat(reasoning=MARKS)
+THINKING = GenericFormat(reasoning=MARKS)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_both_parts_are_kept(reasoning, content):
 @given(st.text("<think>/ \na"))
 def test_without_marks_all_text_is_content(text):
     for starts_in_reasoning in (False, True):
-        reading = read(PlainFormat(), (), text, starts_in_reasoning=starts_in_reasoning)
+        reading = read(GenericFormat(), (), text, starts_in_reasoning=starts_in_reasoning)
         assert reading == Reading("", text, [])
 
 
@@ -81,12 +80,3 @@ def test_text_is_passed_on_as_it_comes():
 @pytest.mark.parametrize("begin", ["", "<think>", "<think></think>"], ids=["before", "inside", "behind"])
 def test_the_cost_is_proportional_to_the_text(begin, part):
     check_linear(THINKING, (), begin, part)
-
-
-def test_no_call_is_known():
-    ping = tool("ping")
-    assert read(THINKING, [ping], "<tool_call>") == Reading("", "<tool_call>", [])
-    with pytest.raises(InvalidRequest, match="are not supported by the chat template"):
-        PlainFormat().calls([ping], several=True)
-    with pytest.raises(InvalidRequest, match="are not supported by the chat template"):
-        PlainFormat().auto([ping], several=True)

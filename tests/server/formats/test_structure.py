@@ -10,9 +10,9 @@ from pilotfish.engine.params import Guided
 from pilotfish.server.formats.base import Content, Reasoning, ReasoningMarks, Tool
 from pilotfish.server.formats.deepseek import DeepSeekFormat
 from pilotfish.server.formats.gemma import GemmaFormat
+from pilotfish.server.formats.generic import GenericFormat
 from pilotfish.server.formats.harmony import HarmonyFormat
 from pilotfish.server.formats.json_calls import MistralFormat
-from pilotfish.server.formats.reasoning import PlainFormat
 from pilotfish.server.formats.structure import Answer, structure_of
 from tests.server.formats.walks import Masks, markers_of
 
@@ -29,7 +29,7 @@ def encoded(text):
 @pytest.mark.parametrize("starts_in_reasoning", [True, False])
 def test_other_tokens_do_not_spell_the_end_of_the_reasoning(starts_in_reasoning):
     """A reader would end the reasoning there, and find content without its structure."""
-    chat_format = PlainFormat(MASKS.ids, ReasoningMarks())
+    chat_format = GenericFormat(MASKS.ids, ReasoningMarks())
     guided = structure_of(Answer(content=INTEGER, starts_in_reasoning=starts_in_reasoning), chat_format)
     begin = [] if starts_in_reasoning else [MASKS.ids["<think>"]]
     spelled = encoded("a</think> poem")

@@ -20,7 +20,7 @@ from pilotfish.engine.types import DraftStats, FinishedOutput, FinishReason
 from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.http.bodies import ParsedBody
 from pilotfish.server.http.calls import encoded
-from pilotfish.server.model import PLAIN
+from pilotfish.server.model import GENERIC
 from pilotfish.server.streams.stream import OutputStream
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_grammar import FakeCompiler
@@ -49,7 +49,7 @@ async def talking(engine=None, **options):
             yield server
 
 
-def answering(kind, body, codec=CODEC, model_format=PLAIN, **fields):
+def answering(kind, body, codec=CODEC, model_format=GENERIC, **fields):
     """The answers to a body, of one admitted stream with these fields of its request."""
     facts = SimpleNamespace(limits=SimpleNamespace(eos_token_ids=frozenset()))
     model = SimpleNamespace(codec=codec, format=model_format, engine=SimpleNamespace(facts=facts))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pilotfish.server.formats.reasoning import PlainFormat
+from pilotfish.server.formats.generic import GenericFormat
 from pilotfish.server.http.pieces import CallReader
 from tests.covering import some
 from tests.engine.text.test_codec import CODEC
@@ -182,7 +182,7 @@ async def test_without_a_choice_of_tools_calls_are_text(saying, about):
 @each
 async def test_text_has_the_structure_that_was_asked_for(about):
     compiler = FakeCompiler()
-    async with talking(model_format=PlainFormat(), compile_grammar=compiler) as server:
+    async with talking(model_format=GenericFormat(), compile_grammar=compiler) as server:
         made = await about.answer(server, **about.structure)
         assert about.parts(made) == [("text", "{}")]
         assert json.loads(compiler.asked[-1].json_schema) == WEATHER

@@ -133,7 +133,6 @@ LEGACY = {"role": "assistant", "content": "", "function_call": {"name": "f", "ar
         ("chat/completions", {"messages": [LEGACY]}, "messages[0].function_call", "use tool_calls"),
         ("chat/completions", {"messages": [{"role": "assistant"}]}, "messages[0].content", "missing"),
         ("chat/completions", {"messages": []}, "messages", "0 messages"),
-        ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools"),
         ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         ("chat/completions", {"response_format": NAMELESS}, "response_format.json_schema.schema", "missing"),
         ("chat/completions", {"response_format": NOT_SERVED}, "response_format.json_schema.schema", '{"not": {}}'),

@@ -6,7 +6,7 @@ import json
 
 import httpx
 
-from pilotfish.server.formats.reasoning import PlainFormat
+from pilotfish.server.formats.generic import GenericFormat
 from tests.server.http.agents import ASKED, DIALECTS, REASONING, SAID, USER, prompt_of, talking, without_ids
 from tests.server.http.interfaces import on_the_shared_server
 from tests.server.test_security import ALICE
@@ -94,7 +94,7 @@ THINKING = [
 
 
 async def test_template_variables_for_thinking_and_continuation():
-    async with talking(model_format=PlainFormat()) as server:  # a budget would be a structure, if marks were known
+    async with talking(model_format=GenericFormat()) as server:  # a budget would be a structure, if marks were known
         for fields, said in THINKING:
             await MESSAGES.answer(server, **fields)
             assert prompt_of(server) == said

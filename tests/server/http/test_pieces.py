@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from pilotfish.engine.types import TokenEvent
+from pilotfish.engine.types import Request, TokenEvent
 from pilotfish.server.chat import Conversation
 from pilotfish.server.formats.base import CallArguments, CallStart, Content, Reasoning, ReasoningMarks, Tool
+from pilotfish.server.formats.generic import GenericFormat
 from pilotfish.server.formats.json_calls import HermesFormat
-from pilotfish.server.formats.reasoning import PlainFormat
 from pilotfish.server.http.pieces import CallReader, _merged, call_id
 from tests.server.http.interfaces import ended
 
@@ -22,7 +22,8 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "a"}}\n</tool_call>'
 
 
 def reader(chat_format, *, starts_in_reasoning=False):
-    return CallReader(ASKED, SimpleNamespace(starts_in_reasoning=starts_in_reasoning), chat_format)
+    request = Request(request_id="r", token_ids=(1,))
+    return CallReader(ASKED, SimpleNamespace(starts_in_reasoning=starts_in_reasoning, request=request), chat_format)
 
 
 def events(texts, parts, *, tail=""):
@@ -75,7 +76,7 @@ async def test_parts_do_not_matter(name):
 
 
 async def test_text_of_no_token_is_read_and_not_counted():
-    found = reader(PlainFormat({}, MARKED))
+    found = reader(GenericFormat({}, MARKED))
     assert await found.read(whole(["<think>", "a"], tail="b")) == [Reasoning("ab")]
     assert found.reasoning_tokens[0] == 1
 

@@ -8,7 +8,7 @@ import re
 import openai
 import pytest
 
-from pilotfish.server.formats.reasoning import PlainFormat
+from pilotfish.server.formats.generic import GenericFormat
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.http.agents import (
     ASKED,
@@ -47,7 +47,7 @@ async def test_the_official_client_reads_an_answer_and_its_stream(planning):
 
 async def test_text_may_be_any_object():
     compiler = FakeCompiler()
-    async with talking(model_format=PlainFormat(), compile_grammar=compiler) as server:
+    async with talking(model_format=GenericFormat(), compile_grammar=compiler) as server:
         await RESPONSES.answer(server, text={"format": {"type": "json_object"}})
         assert json.loads(compiler.asked[-1].json_schema) == {"type": "object"}
 

@@ -187,3 +187,32 @@ def test_what_is_wrong_is_ignored_alone_and_named_if_the_schema_is_not_strict(wr
     assert '{"a":5,"b":null}' in accepted
     assert '{"a":5,"b":7}' not in accepted
     assert problem in caplog.text
+
+
+_NESTED = {"properties": {"a": {"properties": {"b": {"type": "integer"}}}, "free": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted", "refused"),
+    [
+        ({}, ["{}"], ['{"a":1}', "1"]),
+        ({"type": "object"}, ["{}"], ['{"a":1}']),
+        ({"properties": {"a": {}}}, ["{}", '{"a":1}'], ['{"a":1,"b":1}', '{"b":1}']),
+        ({"properties": {"a": {}}, "additionalProperties": True}, ['{"a":1,"b":1}'], []),
+        ({"additionalProperties": {"type": "integer"}}, ["{}", '{"a":1}'], ['{"a":"x"}']),
+        ({"patternProperties": {"^x": {"type": "integer"}}}, ["{}", '{"x1":1}'], ['{"x1":"a"}', '{"y":1}']),
+        (_NESTED, ['{"a":{"b":1},"free":{"c":1}}'], ['{"a":{"c":1}}', '{"c":1}']),
+        (
+            {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {"required": ["a"]}]},
+            ['{"a":1,"b":1}'],
+            ['{"a":1,"c":1}'],
+        ),
+        ({"$ref": "#/$defs/f", "$defs": {"f": {"properties": {"a": {}}}}}, ['{"a":1}'], ['{"b":1}']),
+        ({"required": ["a"]}, ['{"a":1}'], ["{}", '{"a":1,"b":1}']),
+    ],
+    ids=str,
+)
+def test_arguments_have_declared_properties_unless_the_schema_allows_others(schema, accepted, refused) -> None:
+    documents = Accepted(schema, of_tool=True, lenient=True)
+    assert [text for text in accepted if text not in documents] == []
+    assert [text for text in refused if text in documents] == []

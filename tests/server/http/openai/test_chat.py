@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pilotfish.engine.params import Guided, SamplingParams
 from pilotfish.engine.types import Logprob, TokenEvent
 from pilotfish.server.formats.base import ReasoningMarks
 from pilotfish.server.formats.json_calls import HermesFormat
@@ -21,7 +22,8 @@ def answers(choice="auto"):
     """Answers with calls of the function f, with this choice of tools."""
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = ChatBody.model_validate({"messages": [], "tools": tools, "tool_choice": choice})
-    return answering(ChatAnswers, body, model_format=HERMES)
+    fields = {"sampling": SamplingParams(guided=Guided(grammar="start: calls"))} if choice == "required" else {}
+    return answering(ChatAnswers, body, model_format=HERMES, **fields)
 
 
 @pytest.mark.parametrize(("has_logprobs", "chunks"), [(True, [2, 1, 1, 2]), (False, [1, 0, 0, 2])])
