@@ -37,7 +37,7 @@ from client import (
     errors,
 )
 from client.options import SpeculationMode, Verification
-from client.terminal import VARIABLE
+from client.settings import VARIABLE
 from server.commands.arguments import Tokenize, Tokens, at_least, read_prompts
 
 _TEXTS = (

@@ -109,6 +109,8 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
     refusals: list[status_pb2.Status] = field(default_factory=list)  # answer with these first, one each
     call_ended: threading.Event = field(default_factory=threading.Event)
     health: Health = field(default_factory=Health)
+    has_chat_template: bool = False
+    marks: control_pb2.ReasoningMarks | None = None
     address: str = ""
 
     def Generate(self, request, context):
@@ -130,6 +132,9 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
     def GetModelInfo(self, request, context):
         info = control_pb2.GetModelInfoResponse(model="tiny", proposers=["model", "ngram"], eos_token_ids=[0])
         info.speculation.CopyFrom(FINISHED.speculation)
+        info.has_chat_template, info.max_model_len = self.has_chat_template, 64
+        if self.marks is not None:
+            info.reasoning_marks.CopyFrom(self.marks)
         return self._answer(request, context, info)
 
     def GetLoad(self, request, context):

@@ -14,16 +14,18 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from client import terminal
+from client import convert
+from client import generate as command
+from client.comparison import Comparison, Round
 from pilotfish.v1 import generation_pb2 as pb
 from tests.client.fake_server import FINISHED, invalid, refusal
 
 LOGPROB = pb.TokenLogprob(logprob=-0.5, top=[pb.Candidate(token_id=3, logprob=-0.5)])
-COMMAND = [sys.executable, "-c", "import sys; from client.terminal import main; sys.exit(main(sys.argv[1:]))"]
+COMMAND = [sys.executable, "-c", "import sys; from client.generate import main; sys.exit(main(sys.argv[1:]))"]
 
 
 def generate(fake, *arguments):
-    return terminal.main(["--address", fake.address, *arguments])
+    return command.main(["--address", fake.address, *arguments])
 
 
 def test_text_to_stdout_figures_to_stderr(fake, capsys):
@@ -54,7 +56,7 @@ def test_options_reach_the_server(fake, tmp_path):
         f"--logprobs 2 --json-schema {schema} --repetition-penalty 1.5 --min-tokens 1 --presence-penalty -1",
     ):
         generate(fake, "x", *options.split())
-    first, second = fake.requests
+    first, second = (request for request in fake.requests if isinstance(request, pb.GenerateRequest))
     assert first == pb.GenerateRequest(
         prompt="x",
         sampling=pb.SamplingParams(temperature=0.5),
@@ -85,17 +87,56 @@ def test_several_outputs_are_shown_one_after_the_other(fake, capsys):
     assert out.split() == ["a", "b"]
     assert err.index("output 0") < err.index("output 1")
     assert "-0.500" in err
-    assert fake.requests[0].sampling.n == 2
+    assert fake.requests[-1].sampling.n == 2
+
+
+def test_a_chat_model_gets_the_prompt_as_the_users_turn_unless_raw(fake):
+    fake.has_chat_template = True
+    for flags in ([], ["--raw"]):
+        assert generate(fake, "hi", *flags) == 0
+    asked = [request for request in fake.requests if isinstance(request, pb.GenerateRequest)]
+    assert [(turn.role, turn.content) for turn in asked[0].messages.messages] == [("user", "hi")]
+    assert asked[1].WhichOneof("input") == "prompt"
 
 
 def test_compare_repeats_with_the_same_seed_and_caches_of_their_own(fake, capsys):
+    fake.answer = timed(2.0)
     assert generate(fake, "x", "--temperature", "1", "--compare") == 0
-    first, plain, again = fake.requests
+    first, *runs = (request for request in fake.requests if isinstance(request, pb.GenerateRequest))
     assert not first.sampling.HasField("seed")
-    assert (plain.sampling.seed, plain.speculation.mode) == (2**64 - 1, 2)
-    assert (again.sampling.seed, again.speculation.mode) == (2**64 - 1, first.speculation.mode)
-    assert len({first.cache_salt, plain.cache_salt, again.cache_salt}) == 3
-    assert "the same text" in capsys.readouterr().err
+    assert {run.sampling.seed for run in runs} == {2**64 - 1}
+    assert [run.speculation.mode == pb.SPECULATION_MODE_OFF for run in runs[:4]] == [False, True, True, False]
+    assert len({run.cache_salt for run in runs}) == len(runs)
+    shown = capsys.readouterr().err
+    assert "the same with and without drafts" in shown
+    assert "gain" in shown
+    assert "estimate" not in shown
+
+
+def timed(seconds, num_tokens=40, tokens=(1, 2)):
+    finished = pb.Finished()
+    finished.CopyFrom(FINISHED)
+    finished.usage.completion_tokens, finished.timing.queue_seconds = num_tokens, 0.0
+    finished.timing.total_seconds = seconds
+    return pb.GenerateResponse(outputs=[pb.Output(token_ids=tokens, finished=finished)])
+
+
+def rounds(*seconds, **plain):
+    return Comparison(
+        tuple(Round(convert.completion(timed(a)), convert.completion(timed(b, **plain))) for a, b in seconds)
+    )
+
+
+def test_the_gain_is_that_of_the_median_round_beside_its_times():
+    lines = dict(rounds((1.0, 3.0), (5.0, 5.0), (2.0, 3.0)).lines())
+    assert lines["gain"] == "1.50 times as fast with drafts (1.00 to 3.00 in 3 rounds)"
+    assert (lines["with drafts"], lines["without drafts"]) == ("40 tokens in 2.00 s", "40 tokens in 3.00 s")
+    assert lines["text"].startswith("the same")
+    assert "DIFFERENT" in dict(rounds((1.0, 3.0), tokens=(1, 3)).lines())["text"]
+
+
+def test_a_short_text_has_no_gain():
+    assert dict(rounds((1.0, 3.0), num_tokens=31).lines())["gain"] == "not measured: fewer than 32 tokens"
 
 
 @pytest.mark.parametrize("arguments", [["-"], ["--file", "-"], ["--file", "FILE"]], ids=" ".join)
@@ -104,7 +145,7 @@ def test_a_prompt_from_standard_input_or_a_file(fake, arguments, monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("def ü".encode()), "utf-8"))
     assert generate(fake, *arguments) == 0
-    assert fake.requests[0].prompt == "def ü"
+    assert fake.requests[-1].prompt == "def ü"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +178,7 @@ def test_a_refusal_is_one_line_and_exit_1(fake, capsys, status, told):
     [(["x", "--address", "127.0.0.1:1"], "UNAVAILABLE"), (["--file", "/nonexistent"], "/nonexistent")],
 )
 def test_who_or_what_is_not_there_is_exit_1(capsys, arguments, told):
-    assert terminal.main(arguments) == 1
+    assert command.main(arguments) == 1
     assert told in capsys.readouterr().err
 
 
