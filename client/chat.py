@@ -8,16 +8,23 @@ from __future__ import annotations
 import argparse
 import sys
 
+from pilotfish.client import chat_commands
+from pilotfish.client.chat_session import ChatSession
+from pilotfish.client.connection import Retry
+from pilotfish.client.errors import RequestFailedError, UnavailableError
+from pilotfish.client.prompt_lines import ReadLine, entry, reader, typed
+from pilotfish.client.settings import (
+    SAMPLING,
+    SPECULATION,
+    TOKEN_HELP,
+    add_connection,
+    add_settings,
+    connect,
+    settings_of,
+)
+from pilotfish.client.terminal import legend
 from rich.console import Console
 from rich.text import Text
-
-from client import chat_commands
-from client.chat_session import ChatSession
-from client.connection import Retry
-from client.errors import RequestFailedError, UnavailableError
-from client.prompt_lines import ReadLine, entry, reader, typed
-from client.settings import SAMPLING, SPECULATION, TOKEN_HELP, add_connection, add_settings, connect, settings_of
-from client.terminal import legend
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 # A stream waits about six seconds for its server to come back: a person at the prompt can ask again.

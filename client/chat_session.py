@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import cast
 
+from pilotfish.client.conversation import Conversation
+from pilotfish.client.errors import DeadlineExceededError, InvalidRequestError, RequestFailedError, UnavailableError
+from pilotfish.client.options import GenerateOptions
+from pilotfish.client.results import Finished, ModelInfo
+from pilotfish.client.sync_client import Client
+from pilotfish.client.terminal import AnswerPrinter
 from rich.console import Console
-
-from client.conversation import Conversation
-from client.errors import DeadlineExceededError, InvalidRequestError, RequestFailedError, UnavailableError
-from client.options import GenerateOptions
-from client.results import Finished, ModelInfo
-from client.sync_client import Client
-from client.terminal import AnswerPrinter
 
 _CONTEXT_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"  # the server's reason
 _MAKE_ROOM = "Nothing was dropped: /undo removes the last turn, /reset all turns."

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from secrets import token_hex
 
-from client.options import GenerateOptions, Prompt
-from client.results import Completion
-from client.sync_client import Client
+from pilotfish.client.options import GenerateOptions, Prompt
+from pilotfish.client.results import Completion
+from pilotfish.client.sync_client import Client
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 9
 ENOUGH_SECONDS = 8.0  # no more rounds after this, and after the least number

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from client.options import ChatMessage
+from pilotfish.client.options import ChatMessage
 
 
 @dataclass(slots=True)

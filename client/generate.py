@@ -13,15 +13,11 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from client.comparison import compare
-from client.errors import RequestFailedError
-from client.options import ChatMessage, GenerateOptions, Prompt
-from client.results import Finished, TokenLogprob
-from client.settings import (
+from pilotfish.client.comparison import compare
+from pilotfish.client.errors import RequestFailedError
+from pilotfish.client.options import ChatMessage, GenerateOptions, Prompt
+from pilotfish.client.results import Finished, TokenLogprob
+from pilotfish.client.settings import (
     SAMPLING,
     SPECULATION,
     TOKEN_HELP,
@@ -30,8 +26,11 @@ from client.settings import (
     connect,
     settings_of,
 )
-from client.sync_client import Client
-from client.terminal import AnswerPrinter, legend, printable
+from pilotfish.client.sync_client import Client
+from pilotfish.client.terminal import AnswerPrinter, legend, printable
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from client.results import Piece, ReasoningMarks
+from pilotfish.client.results import Piece, ReasoningMarks
 
 
 @dataclass(frozen=True, slots=True)

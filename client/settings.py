@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
-from client.connection import Retry, Tls
-from client.options import GenerateOptions, SpeculationMode, Verification
-from client.sync_client import Client
+from pilotfish.client.connection import Retry, Tls
+from pilotfish.client.options import GenerateOptions, SpeculationMode, Verification
+from pilotfish.client.sync_client import Client
 
 VARIABLE = "PILOTFISH_TOKEN"  # holds the token: a command-line flag would be readable by every user of the machine
 TOKEN_HELP = f"The environment variable {VARIABLE} contains the access token, if the server requires one."

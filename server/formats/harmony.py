@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.text.stops import Asides, StopStrings
-from server.formats.base import ChatFormat, ReasoningMarks, Tool, Trimmed, arguments_rule, without
-from server.formats.reasoning import Parser, Steps
+from pilotfish.engine.text.stops import Asides, StopStrings
+from pilotfish.server.formats.base import ChatFormat, ReasoningMarks, Tool, Trimmed, arguments_rule, without
+from pilotfish.server.formats.reasoning import Parser, Steps
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -122,7 +122,9 @@ class HarmonyFormat(ChatFormat):
     reads = _HarmonyParser
 
     def __init__(self, special: Mapping[str, int] | None = None, *_: object) -> None:
-        super().__init__(special, ReasoningMarks(f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END, f"{_START}assistant{_FINAL}"))
+        super().__init__(
+            special, ReasoningMarks(f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END, f"{_START}assistant{_FINAL}")
+        )
 
     def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
         """Return all but the bodies of messages to the user: headers, reasoning, calls, and with tools commentary."""

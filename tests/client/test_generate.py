@@ -13,15 +13,15 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
+from pilotfish.client import convert
+from pilotfish.client import generate as command
+from pilotfish.client.comparison import Comparison, Round
 
-from client import convert
-from client import generate as command
-from client.comparison import Comparison, Round
 from pilotfish.v1 import generation_pb2 as pb
 from tests.client.fake_server import FINISHED, invalid, refusal
 
 LOGPROB = pb.TokenLogprob(logprob=-0.5, top=[pb.Candidate(token_id=3, logprob=-0.5)])
-COMMAND = [sys.executable, "-c", "import sys; from client.generate import main; sys.exit(main(sys.argv[1:]))"]
+COMMAND = [sys.executable, "-c", "import sys; from pilotfish.client.generate import main; sys.exit(main(sys.argv[1:]))"]
 
 
 def generate(fake, *arguments):

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-
-from engine.errors import ModelError, shown
+from pilotfish.engine.errors import ModelError, shown
 
 T = TypeVar("T")
 
