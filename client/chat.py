@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from rich.console import Console
+from rich.text import Text
+
 from pilotfish.client import chat_commands
 from pilotfish.client.chat_session import ChatSession
 from pilotfish.client.connection import Retry
@@ -23,8 +26,6 @@ from pilotfish.client.settings import (
     settings_of,
 )
 from pilotfish.client.terminal import legend
-from rich.console import Console
-from rich.text import Text
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 # A stream waits about six seconds for its server to come back: a person at the prompt can ask again.

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import cast
 
+from rich.console import Console
+
 from pilotfish.client.conversation import Conversation
 from pilotfish.client.errors import DeadlineExceededError, InvalidRequestError, RequestFailedError, UnavailableError
 from pilotfish.client.options import GenerateOptions
 from pilotfish.client.results import Finished, ModelInfo
 from pilotfish.client.sync_client import Client
 from pilotfish.client.terminal import AnswerPrinter
-from rich.console import Console
 
 _CONTEXT_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"  # the server's reason
 _MAKE_ROOM = "Nothing was dropped: /undo removes the last turn, /reset all turns."

@@ -13,6 +13,10 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from pilotfish.client.comparison import compare
 from pilotfish.client.errors import RequestFailedError
 from pilotfish.client.options import ChatMessage, GenerateOptions, Prompt
@@ -28,9 +32,6 @@ from pilotfish.client.settings import (
 )
 from pilotfish.client.sync_client import Client
 from pilotfish.client.terminal import AnswerPrinter, legend, printable
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 

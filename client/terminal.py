@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pilotfish.client.reasoning import Part, ReasoningSplitter
-from pilotfish.client.results import Delta, ReasoningMarks
 from rich.console import Console
 from rich.text import Text
+
+from pilotfish.client.reasoning import Part, ReasoningSplitter
+from pilotfish.client.results import Delta, ReasoningMarks
 
 DRAFT_STYLE, TARGET_STYLE, REASONING_STYLE = "cyan", "magenta", "dim"
 

@@ -20,13 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+
 from pilotfish.client import Client, Completion, Delta, Finished
 from pilotfish.client.options import GenerateOptions
 from pilotfish.client.terminal import DRAFT_STYLE, TARGET_STYLE, show
 from pilotfish.models.corpus import held_out_prompts
-from rich.console import Console
-from rich.rule import Rule
-from rich.table import Table
 
 NUM_PROMPTS = 3
 MAX_TOKENS = 96

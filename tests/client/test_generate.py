@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
+
 from pilotfish.client import convert
 from pilotfish.client import generate as command
 from pilotfish.client.comparison import Comparison, Round
-
 from pilotfish.v1 import generation_pb2 as pb
 from tests.client.fake_server import FINISHED, invalid, refusal
 
