@@ -46,6 +46,18 @@ OUTPUT = generation_pb2.Output(
 ANSWER = generation_pb2.GenerateResponse(request_id="r1", model="tiny", outputs=[OUTPUT])
 
 
+MARKS = control_pb2.ReasoningMarks(begin="<think>", end="</think>")
+
+
+def said(*texts: str) -> list[generation_pb2.GenerateStreamResponse]:
+    """A stream of these texts, one token each."""
+    deltas = (
+        generation_pb2.TokenDelta(token_ids=[9], text=text, from_draft=[False], text_lengths=[len(text)])
+        for text in texts
+    )
+    return [generation_pb2.GenerateStreamResponse(delta=delta) for delta in deltas]
+
+
 def refusal(code: grpc.StatusCode, message: str = "", *details) -> status_pb2.Status:
     status = status_pb2.Status(code=code.value[0], message=message or code.name)
     for detail in details:

@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
-import re
-import signal
-import subprocess
-import sys
-from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -18,10 +11,10 @@ from pilotfish.client import convert
 from pilotfish.client import generate as command
 from pilotfish.client.comparison import Comparison, Round
 from pilotfish.v1 import generation_pb2 as pb
-from tests.client.fake_server import FINISHED, invalid, refusal
+from tests.client.fake_server import FINISHED, MARKS, invalid, refusal, said
+from tests.client.pseudo_terminal import on_a_terminal, plain
 
 LOGPROB = pb.TokenLogprob(logprob=-0.5, top=[pb.Candidate(token_id=3, logprob=-0.5)])
-COMMAND = [sys.executable, "-c", "import sys; from pilotfish.client.generate import main; sys.exit(main(sys.argv[1:]))"]
 
 
 def generate(fake, *arguments):
@@ -182,50 +175,33 @@ def test_who_or_what_is_not_there_is_exit_1(capsys, arguments, told):
     assert told in capsys.readouterr().err
 
 
-@contextmanager
-def on_a_terminal(*arguments):
-    """The command with a pseudo-terminal as its standard output and error; yields (process, read everything)."""
-    ours, theirs = pty.openpty()
-    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-    env |= {"TERM": "xterm-256color", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [*COMMAND, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=theirs,
-        stderr=theirs,
-        env=env,
-        # A shell's background jobs ignore SIGINT, and so would what they start: these tests as well as any.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # one thread does this
-    )
-    os.close(theirs)
-
-    def read(until: bytes = b"\0") -> str:
-        seen = b""
-        while until not in seen:
-            try:
-                seen += os.read(ours, 4096)
-            except OSError:  # how a pseudo-terminal says that its other side is closed
-                break
-        return seen.decode()
-
-    try:
-        yield process, read
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-
-
 def test_a_person_sees_who_wrote_which_token_and_ctrl_c_cancels_the_request(fake):
     fake.hold = True
-    with on_a_terminal("def [/]f\x1b[2J:", "--address", fake.address) as (process, read):
-        screen = read(until="ürn".encode())
-        process.send_signal(signal.SIGINT)
-        screen += read()
-        assert process.wait(20) == 130
+    with on_a_terminal("generate", "def [/]f\x1b[2J:", "--address", fake.address) as terminal:
+        terminal.read(until="ürn")
+        terminal.type("\x03")
+        screen = terminal.read_all()
+        assert terminal.process.wait(20) == 130
     assert fake.call_ended.wait(5)
     assert "\x1b[36m ret\x1b[0m\x1b[35mürn\x1b[0m" in screen
     assert "def [/]f\\x1b[2J:" in screen  # shown, not obeyed
-    assert "accepted draft" in re.sub(r"\x1b\[[0-9;]*m", "", screen)
+    assert "accepted draft" in plain(screen)
     assert "cancelled" in screen
     assert "Traceback" not in screen
+
+
+def test_colors_can_be_turned_off(fake):
+    with on_a_terminal("generate", "def f", "--no-color", "--address", fake.address) as terminal:
+        assert "\x1b[3" not in terminal.read_all()
+
+
+def test_reasoning_is_dimmed_for_a_person_and_written_as_it_is_to_a_pipe(fake, capsys):
+    fake.has_chat_template, fake.marks = True, MARKS
+    fake.events = said("<think>so", "</think>\n\n", "42")
+    assert generate(fake, "x") == 0
+    assert capsys.readouterr().out == "<think>so</think>\n\n42\n"
+    with on_a_terminal("generate", "x", "--address", fake.address) as terminal:
+        screen = terminal.read_all()
+    assert "\x1b[2;35mso\x1b[0m" in screen
+    assert "\x1b[35m42\x1b[0m" in screen
+    assert "think>" not in screen
