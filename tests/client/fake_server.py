@@ -111,6 +111,7 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
     """Answers with what it holds and remembers what it was asked."""
 
     status: status_pb2.Status | None = None  # answer with this instead
+    admits: int = 0  # calls before `status` counts
     hold: bool = False  # stream one delta, then wait for the call's end
     answer: generation_pb2.GenerateResponse = field(default_factory=lambda: ANSWER)
     events: list[generation_pb2.GenerateStreamResponse] = field(default_factory=lambda: list(EVENTS))
@@ -173,7 +174,7 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
         self.metadata.append(dict(context.invocation_metadata()))
         if self.refusals:
             context.abort_with_status(hinted(self.refusals.pop(0)))
-        if self.status is not None:
+        if self.status is not None and len(self.requests) > self.admits:
             context.abort_with_status(rpc_status.to_status(self.status))
 
 
