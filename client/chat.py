@@ -81,6 +81,8 @@ def _run(arguments: argparse.Namespace, notes: Console) -> int:
             session.note(
                 f"{model.model}, context of {model.max_model_len} tokens. /help lists commands, Ctrl-D leaves."
             )
+            if not model.answers_questions:
+                session.note("This model completes Python code and answers no questions; `pilotfish generate` fits it.")
             notes.print(Text.assemble(legend(), "\n"))
             _talk(session, reader())
             return OK

@@ -138,7 +138,7 @@ def _run(client: Client, text: str, arguments: argparse.Namespace, notes: Consol
     prompt: Prompt = text
     options, marks = _options(arguments), None
     model = None if arguments.raw else client.model_info()
-    if model is not None and model.has_chat_template:
+    if model is not None and model.answers_questions:
         prompt = [ChatMessage(role="user", content=text)]
         marks = model.reasoning_marks if out.is_terminal else None  # elsewhere the text is written as it is
     if out.is_terminal:

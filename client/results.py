@@ -223,6 +223,11 @@ class ModelInfo:
     has_chat_template: bool = False
     reasoning_marks: ReasoningMarks | None = None  # None: the model marks no reasoning
 
+    @property
+    def answers_questions(self) -> bool:
+        """Whether a prompt is best sent as a user's turn. The embedded model has a template, but only completes code."""
+        return self.has_chat_template and self.model != "pilotfish-embedded"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:

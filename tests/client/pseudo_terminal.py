@@ -28,22 +28,22 @@ class PseudoTerminal:
 
     def __init__(self, process: subprocess.Popen[bytes], ours: int) -> None:
         self.process, self._ours = process, ours
-        self.seen = ""  # since the command started
-        self._data = b""
+        self._data, self._at = b"", 0  # what was printed, and how much of it, without colours, was read
 
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
     def read(self, until: str) -> str:
-        """Return the new text up to `until`, without colours."""
-        start = len(self._data)
-        while until not in plain(self._data[start:].decode(errors="ignore")):
-            if not select.select([self._ours], [], [], PATIENCE)[0]:
-                raise AssertionError(f"no {until!r} in {self._data[start:]!r}")
-            if not self._more():
-                raise AssertionError(f"the command ended without {until!r}: {self._data[start:]!r}")
-        self.seen = self._data.decode()
-        return plain(self._data[start:].decode())
+        """Return the next text up to `until`, without colours."""
+        while (end := self._printed.find(until, self._at)) < 0:
+            if not select.select([self._ours], [], [], PATIENCE)[0] or not self._more():
+                raise AssertionError(f"no {until!r} in {self._printed[self._at :]!r}")
+        start, self._at = self._at, end + len(until)
+        return self._printed[start : self._at]
+
+    @property
+    def _printed(self) -> str:
+        return plain(self._data.decode(errors="ignore"))
 
     def read_all(self) -> str:
         """Return everything, with colours, when the command has ended."""

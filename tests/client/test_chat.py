@@ -60,7 +60,7 @@ def test_settings_reach_the_server_and_the_answer_may_fill_the_context(fake, pip
     assert first.sampling == pb.SamplingParams(temperature=0.5, seed=7, top_k=3)
     assert second.sampling == pb.SamplingParams(temperature=0.5, top_k=3)
     assert first.stopping == pb.StoppingParams(fit_context=True, stop_in_answer=True)
-    assert 0 < fake.deadlines[-1] <= 9
+    assert fake.deadlines[-1] == pytest.approx(9.0, abs=2.0)
 
 
 def test_commands_change_the_conversation(fake, piped, tmp_path):
@@ -227,9 +227,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(fake):
         terminal.read(until="text")
         terminal.type("\x03")  # leaves the line, not the program
         terminal.read(until="> ")
-        for sign in ("> ", ""):
-            terminal.type("\x03")
-            terminal.read(until=sign)
+        terminal.type("\x03")
+        terminal.read(until="> ")
+        terminal.type("\x03")
         screen = terminal.read_all()
         assert terminal.process.wait(20) == 0
     assert asked(fake)[1] == [("user", "first"), ("assistant", " retürn"), ("user", "second")]
