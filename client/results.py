@@ -225,7 +225,7 @@ class ModelInfo:
 
     @property
     def answers_questions(self) -> bool:
-        """Whether a prompt is best sent as a user's turn. The embedded model has a template, but only completes code."""
+        """Whether a prompt should be a user's turn. The embedded model has a template, but only completes code."""
         return self.has_chat_template and self.model != "pilotfish-embedded"
 
 

@@ -31,7 +31,7 @@ def piped(monkeypatch, capsys):
 
 async def test_the_model_answers_the_whole_history_and_reads_it_from_the_cache(piped):
     async with serving_embedded(load=load, max_model_len=1024) as server, grpc_client(server) as client:
-        entries = [f'"""{question}"""' for question in QUESTIONS]
+        entries = [f'"""\n{question}"""' for question in QUESTIONS]
         code, out, notes = await piped(server, *entries, flags=["--max-tokens", "200", "--stats"])
         history = [{"role": "user", "content": QUESTIONS[0]}]
         first = (await client.generate(history, max_tokens=200)).text
