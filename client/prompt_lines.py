@@ -1,4 +1,4 @@
-"""Reads what a person or a pipe sends, one entry at a time: a line, or several as one. Knows no server."""
+"""Reads what a person or a pipe sends, one entry at a time: a line, or several as one. Independent of the server."""
 
 from __future__ import annotations
 

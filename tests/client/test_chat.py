@@ -256,7 +256,7 @@ def test_a_server_that_dies_is_a_sentence_and_the_history_remains(fake):
     assert asked(fake)[-1] == [("user", "first"), ("assistant", ANSWER), ("user", "third")]
 
 
-def test_a_regeneration_that_brings_nothing_keeps_the_old_answer(fake, piped):
+def test_a_regeneration_that_fails_keeps_the_old_answer(fake, piped):
     fake.admits, fake.status = 2, invalid(x="y")
     _, _, notes = piped("a", "/regenerate", "b")
     assert "The old answer remains." in notes
