@@ -12,6 +12,7 @@ from pilotfish.client.sync_client import Client
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 9
 ENOUGH_SECONDS = 8.0  # no more rounds after this, and after the least number
+MOST_SPREAD = 1.25  # between the gains of two rounds, without the best and the worst; beyond it, another load decides
 LEAST_TOKENS = 32  # with fewer, one slow step would be most of the difference
 
 
@@ -55,8 +56,11 @@ class Comparison:
         ]
         if not self.is_measured:
             return [*found, ("gain", f"not measured: fewer than {LEAST_TOKENS} tokens"), ("text", self._verdict)]
-        spread = f"{rounds[0].gain:.2f} to {rounds[-1].gain:.2f} in {len(rounds)} rounds"
-        return [*found, ("gain", f"{median.gain:.2f} times as fast with drafts ({spread})"), ("text", self._verdict)]
+        low, high = rounds[1].gain, rounds[-2].gain
+        spread = f"{low:.2f} to {high:.2f} in {len(rounds)} rounds without the best and the worst"
+        gain = f"{median.gain:.2f} times as fast with drafts ({spread})"
+        gain = gain if high <= MOST_SPREAD * low else f"not measured: the machine is too busy ({spread})"
+        return [*found, ("gain", gain), ("text", self._verdict)]
 
     @property
     def _verdict(self) -> str:

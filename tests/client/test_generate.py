@@ -121,11 +121,16 @@ def rounds(*seconds, **plain):
 
 
 def test_the_gain_is_that_of_the_median_round_beside_its_times():
-    lines = dict(rounds((1.0, 3.0), (5.0, 5.0), (2.0, 3.0)).lines())
-    assert lines["gain"] == "1.50 times as fast with drafts (1.00 to 3.00 in 3 rounds)"
+    lines = dict(rounds((1.0, 3.0), (5.0, 5.0), (2.0, 3.0), (1.0, 1.4), (1.0, 1.6)).lines())
+    assert lines["gain"] == "1.50 times as fast with drafts (1.40 to 1.60 in 5 rounds without the best and the worst)"
     assert (lines["with drafts"], lines["without drafts"]) == ("40 tokens in 2.00 s", "40 tokens in 3.00 s")
     assert lines["text"].startswith("the same")
-    assert "DIFFERENT" in dict(rounds((1.0, 3.0), tokens=(1, 3)).lines())["text"]
+    assert "DIFFERENT" in dict(rounds((1.0, 3.0), (1.0, 1.0), (1.0, 1.0), tokens=(1, 3)).lines())["text"]
+
+
+def test_rounds_that_disagree_give_no_gain():
+    lines = dict(rounds((1.0, 3.0), (1.0, 0.5), (1.0, 1.0), (1.0, 0.7), (1.0, 1.5)).lines())
+    assert lines["gain"].startswith("not measured: the machine is too busy (0.70 to 1.50 in 5 rounds")
 
 
 def test_a_short_text_has_no_gain():
