@@ -34,11 +34,10 @@ from pilotfish.server.telemetry.metrics import Exposition
 PAGE = Path(__file__).resolve().parent / "playground"
 # Files of the page at `/`, which calls the server like any other client. They contain no secrets, so they need no
 # token; the page's calls do (docs/adr/0027-a-page-without-a-build-step.md).
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGE_FILES = {
-    "/": ("index.html", "text/html"),
-    "/playground.css": ("playground.css", "text/css"),
-    "/playground.js": ("playground.js", "text/javascript"),
-    "/pilotfish.svg": ("pilotfish.svg", "image/svg+xml"),
+    "/" if file.name == "index.html" else f"/{file.name}": (file, _MEDIA_TYPES[file.suffix])
+    for file in sorted(PAGE.iterdir())
 }
 # No content from other hosts, no inline scripts, no frames, so that text from a model cannot run as code.
 PAGE_HEADERS = {
@@ -130,8 +129,8 @@ def gateway(
     app, started = FastAPI(title="Pilotfish", version=version(), docs_url=None, redoc_url=None), time.monotonic()
     created = int(time.time())  # of the server: the model's creation time is unknown
     app.add_middleware(Guard, config=config, callers=callers)
-    for path, (name, media_type) in PAGE_FILES.items() if config.playground else ():
-        page = Response((PAGE / name).read_bytes(), headers=PAGE_HEADERS, media_type=media_type)
+    for path, (file, media_type) in PAGE_FILES.items() if config.playground else ():
+        page = Response(file.read_bytes(), headers=PAGE_HEADERS, media_type=media_type)
         app.router.routes.append(Route(path, page, methods=["GET"]))
 
     @app.get("/health")
@@ -191,6 +190,7 @@ def _vitals(driver: Driver) -> dict[str, Any]:
         "model": model.name,
         "draft_model": model.draft_name,
         "device": model.device,
+        "has_chat_template": model.chat is not None and model.codec is not None,
         "speculation": engine.config.speculation.value,
         "num_draft_tokens": engine.config.num_draft_tokens,
         "acceptance_rate": estimates.acceptance_rate,

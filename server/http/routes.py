@@ -37,7 +37,7 @@ from pilotfish.server.http.errors import INTERNAL, HttpError, http_error
 from pilotfish.server.http.event_ids import EventIds
 from pilotfish.server.http.fields import Body, Text
 from pilotfish.server.http.messages import ConversationBody, MessagesAnswer, MessagesBody
-from pilotfish.server.http.openai.answers import FINISH_REASONS, ChatAnswers, TextAnswers, fit
+from pilotfish.server.http.openai.answers import FINISH_REASONS, ChatAnswers, TextAnswers, fit, tokens_of
 from pilotfish.server.http.openai.bodies import ChatBody, CompletionBody
 from pilotfish.server.http.responses import ResponsesAnswer, ResponsesBody
 
@@ -206,16 +206,10 @@ class NativeAnswers(Answers):
 
     async def events(self, events: Events) -> AsyncIterator[list[Json]]:
         async for event in events:
-            yield [_piece(event) if event.finished is None else _figures(event.finished)]
-
-
-def _piece(event: TokenEvent) -> Json:
-    """Return the tokens. Text held back until the end belongs to no token and is only in `text`."""
-    tokens = [
-        {"id": token, "text": text, "from_draft": drafted}
-        for token, text, drafted in zip(event.token_ids, event.texts, event.from_draft, strict=True)
-    ]
-    return {"text": event.text, "tokens": tokens}
+            if event.finished is None:
+                yield [{"text": event.text, "tokens": tokens_of(event)}]
+            else:
+                yield [_figures(event.finished)]
 
 
 def _figures(end: FinishedOutput) -> Json:

@@ -1,4 +1,4 @@
-"""The pictures in docs/: `python -m tests.browser.screenshots`, after a change to the page, on the embedded pair."""
+"""The pictures in docs/: `python -m tests.browser.screenshots`, after a change to the page; needs `make published`."""
 
 from __future__ import annotations
 
@@ -6,29 +6,46 @@ import asyncio
 import sys
 from pathlib import Path
 
-from playwright.async_api import expect
+from playwright.async_api import Page, expect
 
+from pilotfish.models import published
 from tests.browser.chromium import browsing, visiting
-from tests.server.worker.in_process import load_models
-from tests.serving import serving
+from tests.serving import serving_embedded
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Give three tips for a good night's sleep.",
+    "Please repeat these tips.",
+)
+SIZE = {"width": 1180, "height": 900}
+
+
+async def converse(page: Page) -> None:
+    """Ask everything, and compare the last answer."""
+    page.set_default_timeout(60_000)
+    await page.get_by_label("Temperature").fill("0")
+    again = page.get_by_role("button", name="Regenerate")
+    for question in QUESTIONS:
+        await page.get_by_label("Message").fill(question)
+        await page.keyboard.press("Enter")
+        await expect(again).to_be_visible(timeout=60_000)
+    await page.get_by_role("button", name="Compare without drafts").click()
+    await expect(again).to_be_visible(timeout=60_000)
 
 
 async def main(folder: Path) -> None:
-    """One run in each theme."""
-    async with serving(load=load_models, target="", threads=1) as server, browsing() as browser:
+    """Have one conversation in each theme."""
+    target = str(published.model("smollm2"))
+    async with serving_embedded(target=target, draft=()) as server, browsing() as browser:
         url = f"http://127.0.0.1:{server.app.http_port}/"
-        async with visiting(browser, url) as (page, _):  # the first requests of a server are slower
-            await page.click("#run")
-            await expect(page.locator("#status")).to_contain_text("with seed", timeout=20_000)
-        for name, scheme, size in (
-            ("playground-light", "light", {"width": 1180, "height": 960}),
-            ("playground-dark", "dark", {"width": 1180, "height": 960}),
-        ):
-            async with visiting(browser, url, color_scheme=scheme, viewport=size) as (page, _):
-                await page.fill("#seed", "2")
-                await page.click("#run")
-                await expect(page.locator("#status")).to_contain_text("with seed", timeout=20_000)
-                await page.screenshot(path=folder / f"{name}.png", full_page=True)
+        for name in ("first", "light", "dark"):  # the first requests of a server are slower
+            scheme = "dark" if name == "dark" else "light"
+            async with visiting(browser, url, color_scheme=scheme, viewport=SIZE) as (page, _):
+                await converse(page)
+                height = await page.evaluate("document.documentElement.scrollHeight")
+                await page.set_viewport_size(SIZE | {"height": height})
+                if name != "first":
+                    await page.screenshot(path=folder / f"playground-{name}.png")
 
 
 if __name__ == "__main__":

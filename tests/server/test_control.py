@@ -226,6 +226,7 @@ async def test_http_reports_health_models_and_metrics(server):
             "model": "fake",
             "draft_model": None,
             "device": "cpu",
+            "has_chat_template": False,
             "speculation": "auto",
             "num_draft_tokens": 8,
             "acceptance_rate": 1.0,  # as the fake has it

@@ -91,6 +91,14 @@ def metrics_of(finished: FinishedOutput) -> Json:
     return {"metrics": {"speculative_decoding": found}}
 
 
+def tokens_of(event: TokenEvent) -> list[Json]:
+    """Return the tokens of an event. Text held back until the end belongs to no token."""
+    return [
+        {"id": token, "text": text, "from_draft": drafted}
+        for token, text, drafted in zip(event.token_ids, event.texts, event.from_draft, strict=True)
+    ]
+
+
 IMPOSSIBLE = -9999.0  # for minus infinity (a token masked by the model), which JSON does not have
 MAX_NAMES = 4096  # text of tokens, cached per answer
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}  # all other reasons: "abort"
@@ -246,6 +254,7 @@ class ChatAnswers(AnswerFormat):
         # If the caller named the function, its call is the expected answer and does not set the finish reason.
         self._is_forced = asked.tool_name is not None
         self._reader = CallReader(asked, streams[0], model.format if self._is_parsed else None)
+        self._has_tokens = read.body.return_tokens
         self._num_calls: dict[int, int] = {}  # of each output
 
     async def _choice(self, output: TokenEvent) -> Json:
@@ -266,13 +275,17 @@ class ChatAnswers(AnswerFormat):
 
     async def _pieces(self, event: TokenEvent) -> list[Json]:
         logprobs = await self._logprobs(event)
+        tokens = {"tokens": tokens_of(event)} if self._has_tokens and event.token_ids else {}
         if not self._is_parsed:
             is_text = event.texts or event.tail
-            return [{"delta": {"content": event.text}, "logprobs": logprobs}] if is_text else []
+            return [{"delta": {"content": event.text}, "logprobs": logprobs} | tokens] if is_text else []
         deltas = [self._delta(event.index, piece) for piece in await self._reader.read(event)]
-        if not deltas and logprobs is not None:
+        if not deltas and (logprobs is not None or tokens):
             deltas = [{}]
-        return [{"delta": delta, "logprobs": None if i else logprobs} for i, delta in enumerate(deltas)]
+        choices: list[Json] = [{"delta": delta, "logprobs": None} for delta in deltas]
+        if choices:
+            choices[0] |= {"logprobs": logprobs} | tokens
+        return choices
 
     def _delta(self, index: int, piece: Piece) -> Json:
         match piece:

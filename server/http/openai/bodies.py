@@ -246,6 +246,7 @@ class ChatBody(OpenAiBody):
     verbosity: Literal["low", "medium", "high"] | None = None
     thinking_budget: UInt32 | None = None
     thinking_token_budget: UInt32 | None = None  # another name of `thinking_budget`
+    return_tokens: Flag = False  # with a stream: each token's text, and whether it was an accepted draft
 
     def request(self) -> Request:
         request = self.limited(self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens)

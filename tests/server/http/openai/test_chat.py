@@ -10,7 +10,7 @@ from pilotfish.server.formats.json_calls import HermesFormat
 from pilotfish.server.http.openai.answers import ChatAnswers
 from pilotfish.server.http.openai.bodies import ChatBody
 from tests.server.http import agents
-from tests.server.http.interfaces import CHAT, answering, each, ended, on_the_shared_server, whole_of
+from tests.server.http.interfaces import CHAT, answering, each, ended, events_in, on_the_shared_server, whole_of
 
 ABOUT = agents.DIALECTS["chat"]
 HERMES = HermesFormat({}, ReasoningMarks())
@@ -33,6 +33,19 @@ async def test_an_event_of_which_nothing_is_certain_gives_no_chunk_but_its_logpr
         yield TokenEvent(request_id="r", finished=ended())
 
     assert [len(made) async for made in answers().events(events())] == chunks
+
+
+@on_the_shared_server
+async def test_a_stream_has_every_token_if_asked_also_where_its_text_is_held_back(saying):
+    agents.say(saying, agents.PLAN)
+    body = CHAT | {"stream": True, "max_tokens": 300, "tools": [ABOUT.tool], "stop_token_ids": [agents.END_ID]}
+    for has_tokens in (True, False):
+        answer = await saying.http.post("/v1/chat/completions", json=body | {"return_tokens": has_tokens})
+        events = events_in(answer.text)
+        tokens = [t for event in events for choice in event["choices"] for t in choice.get("tokens", ())]
+        assert [token["id"] for token in tokens] == list(saying.engine.script) * has_tokens
+        assert "".join(token["text"] for token in tokens) == agents.PLAN * has_tokens
+        assert [token["from_draft"] for token in tokens[:6]] == [True, True, False] * 2 * has_tokens
 
 
 @pytest.mark.parametrize(("is_forced", "reason"), [(True, "stop"), (False, "tool_calls")])
