@@ -29,6 +29,7 @@ from pilotfish.client.results import (
     ModelInfo,
     Output,
     Piece,
+    ReasoningMarks,
     ServerInfo,
     Speculation,
     SpeculationStats,
@@ -42,7 +43,7 @@ __all__ = [
     "AbortedError", "AlreadyExistsError", "AsyncClient", "CancelledError", "Candidate", "ChatMessage", "Client",
     "Completion", "DeadlineExceededError", "Delta", "Event", "FieldViolation", "Finished", "GenerateOptions",
     "InvalidRequestError", "Load", "ModelInfo", "NotFoundError", "Output", "PermissionDeniedError", "Piece",
-    "QueueFullError", "RequestFailedError", "Retry", "ServerFaultError", "ServerInfo", "Speculation",
+    "QueueFullError", "ReasoningMarks", "RequestFailedError", "Retry", "ServerFaultError", "ServerInfo", "Speculation",
     "SpeculationStats", "Timing", "Tls", "TokenLogprob", "UnauthenticatedError", "UnavailableError",
     "UnsupportedError", "Usage",
 ]  # fmt: skip

@@ -27,12 +27,12 @@ class AsyncClient:
     """A connection to one or more servers, for use inside one event loop.
 
     Requests are retried, and streams resumed, on other servers within the limits of `retry`. Every method raises
-    `RequestFailedError` or one of its subclasses if the call fails. A `deadline` is in seconds; the server stops
-    working on a call after its deadline.
+    `RequestFailedError` or one of its subclasses if the call fails. A `timeout` is in seconds; the server stops
+    working on a call after that time.
 
     Args:
         address, token, tls, retry: As in `Connection`; several addresses are used in turn.
-        control_deadline: The deadline of all other calls than `generate` and `stream`.
+        control_timeout: The timeout of all other calls than `generate` and `stream`.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class AsyncClient:
         token: str | None = None,
         tls: Tls | None = None,
         retry: Retry | None = Retry(),  # noqa: B008 - frozen
-        control_deadline: float = 10.0,
+        control_timeout: float = 10.0,
     ) -> None:
         connection = Connection(address=address, token=token, tls=tls, retry=retry)
         self._metadata, self._channel = connection.metadata, connection.aio_channel()
         self._inference = InferenceServiceStub(self._channel)
         self._control = ControlServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
-        self._control_deadline, self._retry, self._closed = control_deadline, retry, asyncio.Event()
+        self._control_timeout, self._retry, self._closed = control_timeout, retry, asyncio.Event()
 
     async def __aenter__(self) -> Self:
         return self
@@ -63,10 +63,10 @@ class AsyncClient:
         await self._channel.close()
 
     async def generate(
-        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """Generate a completion of `prompt` (text, token ids or a conversation)."""
-        request, patience = build_request(prompt, options), Patience(self._retry, deadline)
+        request, patience = build_request(prompt, options), Patience(self._retry, timeout)
         while True:
             call = self._inference.Generate(request, timeout=patience.timeout, metadata=self._metadata)
             try:
@@ -76,14 +76,14 @@ class AsyncClient:
             await self._wait(pause)
 
     async def stream(
-        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Event, None]:
         """Stream a completion of `prompt` as tokens are accepted. The last event of each output is `Finished`.
 
         If the server is lost, another one resumes the stream: the caller sees a pause and the same events. Closing
         the iterator (`aclose`, or `contextlib.aclosing` around it) cancels the request.
         """
-        stream = ResumableStream(build_request(prompt, options), Patience(self._retry, deadline))
+        stream = ResumableStream(build_request(prompt, options), Patience(self._retry, timeout))
         while True:
             request, timeout = stream.next_request(), stream.timeout
             call = self._inference.GenerateStream(request, timeout=timeout, metadata=self._metadata)
@@ -147,15 +147,15 @@ class AsyncClient:
         answer = await self._ask(self._health.Check, request)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
-    async def wait_until_serving(self, deadline: float = 120.0) -> None:
-        """Return as soon as the server accepts requests; raise TimeoutError after `deadline` seconds."""
-        async with asyncio.timeout(deadline):
+    async def wait_until_serving(self, timeout: float = 120.0) -> None:
+        """Return as soon as the server accepts requests; raise TimeoutError after `timeout` seconds."""
+        async with asyncio.timeout(timeout):
             while not await self._serves():  # noqa: ASYNC110 - it waits for another process
                 await asyncio.sleep(0.1)
 
     async def _ask(self, method: grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT], request: RequestT) -> AnswerT:
         """Make a call of the control API."""
-        return await _answer(method(request, timeout=self._control_deadline, metadata=self._metadata))
+        return await _answer(method(request, timeout=self._control_timeout, metadata=self._metadata))
 
     async def _wait(self, seconds: float) -> None:
         """Wait before the next attempt. Raises CancelledError if the client is closed."""

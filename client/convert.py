@@ -110,7 +110,9 @@ def server_info(message: control_pb2.GetServerInfoResponse) -> results.ServerInf
 
 def model_info(message: control_pb2.GetModelInfoResponse) -> results.ModelInfo:
     """Convert the answer of GetModelInfo."""
-    return _copied(results.ModelInfo, message, speculation=_speculation(message.speculation))
+    has_marks = message.HasField("reasoning_marks")
+    marks = _copied(results.ReasoningMarks, message.reasoning_marks) if has_marks else None
+    return _copied(results.ModelInfo, message, speculation=_speculation(message.speculation), reasoning_marks=marks)
 
 
 def load(message: control_pb2.GetLoadResponse) -> results.Load:

@@ -78,6 +78,8 @@ class GenerateOptions(TypedDict, total=False):
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool | None
+    fit_context: bool | None
+    stop_in_answer: bool | None
     stream_interval: int | None
     logprobs: bool | None
     top_logprobs: int | None

@@ -195,6 +195,14 @@ class ServerInfo:
     max_queue_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """The texts around the reasoning at the beginning of an output; `begin` may already be part of the prompt."""
+
+    begin: str
+    end: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """The model and its limits."""
@@ -212,6 +220,13 @@ class ModelInfo:
     max_batch_size: int
     max_batch_tokens: int
     adapters: tuple[str, ...] = ()
+    has_chat_template: bool = False
+    reasoning_marks: ReasoningMarks | None = None  # None: the model marks no reasoning
+
+    @property
+    def answers_questions(self) -> bool:
+        """Whether a prompt should be a user's turn. The embedded model has a template, but only completes code."""
+        return self.has_chat_template and self.model != "pilotfish-embedded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ _MAX_DOUBLINGS = 30
 
 
 class Patience:
-    """The deadline of one request and its budget of attempts, which is renewed whenever something arrives.
+    """The timeout of one request and its budget of attempts, which is renewed whenever something arrives.
 
     `retry` None means a single attempt. `uniform` returns random numbers from 0 to 1, which spread the pauses of many
     callers.
@@ -44,12 +44,12 @@ class Patience:
     def __init__(
         self,
         retry: Retry | None,
-        deadline: float | None,
+        timeout: float | None,
         clock: Callable[[], float] = time.monotonic,
         uniform: Callable[[], float] = random.random,
     ) -> None:
         self._retry, self._clock, self._uniform = retry, clock, uniform
-        self._end = None if deadline is None else clock() + deadline
+        self._end = None if timeout is None else clock() + timeout
         self._num_failures = 0  # since the last arrival
         self._is_resent = False
         self._server_exists = False

@@ -27,12 +27,12 @@ class Client:
     """A connection to one or more servers.
 
     Requests are retried, and streams resumed, on other servers within the limits of `retry`. Every method raises
-    `RequestFailedError` or one of its subclasses if the call fails. A `deadline` is in seconds; the server stops
-    working on a call after its deadline.
+    `RequestFailedError` or one of its subclasses if the call fails. A `timeout` is in seconds; the server stops
+    working on a call after that time.
 
     Args:
         address, token, tls, retry: As in `Connection`; several addresses are used in turn.
-        control_deadline: The deadline of all other calls than `generate` and `stream`.
+        control_timeout: The timeout of all other calls than `generate` and `stream`.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Client:
         token: str | None = None,
         tls: Tls | None = None,
         retry: Retry | None = Retry(),  # noqa: B008 - frozen
-        control_deadline: float = 10.0,
+        control_timeout: float = 10.0,
     ) -> None:
         connection = Connection(address=address, token=token, tls=tls, retry=retry)
         self._metadata, self._channel = connection.metadata, connection.channel()
         self._inference = InferenceServiceStub(self._channel)
         self._control = ControlServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
-        self._control_deadline, self._retry, self._closed = control_deadline, retry, threading.Event()
+        self._control_timeout, self._retry, self._closed = control_timeout, retry, threading.Event()
 
     def __enter__(self) -> Self:
         return self
@@ -63,10 +63,10 @@ class Client:
         self._channel.close()
 
     def generate(
-        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """Generate a completion of `prompt` (text, token ids or a conversation)."""
-        request, patience = build_request(prompt, options), Patience(self._retry, deadline)
+        request, patience = build_request(prompt, options), Patience(self._retry, timeout)
         while True:
             try:
                 return convert.completion(_answer(self._inference.Generate, request, patience.timeout, self._metadata))
@@ -75,14 +75,14 @@ class Client:
             self._wait(pause)
 
     def stream(
-        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[Event, None, None]:
         """Stream a completion of `prompt` as tokens are accepted. The last event of each output is `Finished`.
 
         If the server is lost, another one resumes the stream: the caller sees a pause and the same events. Closing
         the iterator (`close`, or `contextlib.closing` around it) cancels the request.
         """
-        stream = ResumableStream(build_request(prompt, options), Patience(self._retry, deadline))
+        stream = ResumableStream(build_request(prompt, options), Patience(self._retry, timeout))
         while True:
             request, timeout = stream.next_request(), stream.timeout
             call = self._inference.GenerateStream(request, timeout=timeout, metadata=self._metadata)
@@ -145,17 +145,17 @@ class Client:
         answer = self._ask(self._health.Check, request)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
-    def wait_until_serving(self, deadline: float = 120.0) -> None:
-        """Return as soon as the server accepts requests; raise TimeoutError after `deadline` seconds."""
-        end = time.monotonic() + deadline
+    def wait_until_serving(self, timeout: float = 120.0) -> None:
+        """Return as soon as the server accepts requests; raise TimeoutError after `timeout` seconds."""
+        end = time.monotonic() + timeout
         while not self._serves(end - time.monotonic()):
             if time.monotonic() > end:
-                raise TimeoutError(f"not serving after {deadline:g} s")
+                raise TimeoutError(f"not serving after {timeout:g} s")
             time.sleep(0.1)
 
     def _ask(self, method: grpc.UnaryUnaryMultiCallable[RequestT, AnswerT], request: RequestT) -> AnswerT:
         """Make a call of the control API."""
-        return _answer(method, request, self._control_deadline, self._metadata)
+        return _answer(method, request, self._control_timeout, self._metadata)
 
     def _wait(self, seconds: float) -> None:
         """Wait before the next attempt. Raises CancelledError if the client is closed."""
@@ -164,7 +164,7 @@ class Client:
 
     def _serves(self, seconds: float) -> bool:
         """Whether the server answers within `seconds` that it serves."""
-        limit = max(0.0, min(seconds, self._control_deadline))
+        limit = max(0.0, min(seconds, self._control_timeout))
         try:
             answer = _answer(self._health.Check, health_pb2.HealthCheckRequest(), limit, self._metadata)
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -178,10 +178,10 @@ class Client:
 def _answer(
     method: grpc.UnaryUnaryMultiCallable[RequestT, AnswerT],
     request: RequestT,
-    deadline: float | None,
+    timeout: float | None,
     metadata: tuple[tuple[str, str], ...],
 ) -> AnswerT:
     try:
-        return method(request, timeout=deadline, metadata=metadata)
+        return method(request, timeout=timeout, metadata=metadata)
     except grpc.RpcError as failure:
         raise errors.from_grpc(failure) from None

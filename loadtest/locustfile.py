@@ -90,7 +90,7 @@ class GrpcStreams(_Streams, User):  # type: ignore[misc]  # locust is not typed
 
     def messages(self, prompt: str, options: Any) -> Iterator[int]:
         """Yield the number of tokens in each message."""
-        with closing(self._client.stream(prompt, deadline=120, **options)) as found:
+        with closing(self._client.stream(prompt, timeout=120, **options)) as found:
             for event in found:
                 if isinstance(event, Delta) and event.token_ids:
                     yield len(event.token_ids)

@@ -179,7 +179,7 @@ class ServerProcess:
                 if self.process.poll() is not None:
                     raise RuntimeError(f"the server ended with {self.process.returncode}; its log: {self._log}")
                 try:
-                    return client.wait_until_serving(deadline=1.0)
+                    return client.wait_until_serving(timeout=1.0)
                 except TimeoutError:
                     if time.monotonic() > end:
                         raise

@@ -28,7 +28,8 @@ LLM inference server with exact speculative decoding, over gRPC and HTTP.
 
 commands:
   serve [MODEL] [--draft DRAFT]   serve a model; default: the embedded models
-  generate PROMPT                 continue a prompt on a running server
+  chat                            talk to a chat model on a running server
+  generate PROMPT                 answer or continue a prompt on a running server
   check [MODEL] [--draft DRAFT]   check whether this machine can serve a model
   bench [MODEL] [--draft DRAFT]   measure the speed-up of speculation on this machine
   health [ADDRESS]                check the health of a server; the exit code is the result
@@ -47,7 +48,9 @@ PRINTING = ("check", "bench", "health", "verify", "train-draft", "quality")  # m
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     command, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
-    commands: dict[str, Callable[[list[str]], int]] = {"serve": serve, "generate": generate, "quantize": quantize}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "serve": serve, "chat": chat, "generate": generate, "quantize": quantize
+    }  # fmt: skip
     if command in commands:
         return commands[command](rest)
     if command in PRINTING:
@@ -113,11 +116,18 @@ def _stop_at_once(forks: ForkServer) -> None:
         signal.signal(number, stop)
 
 
-def generate(arguments: list[str]) -> int:
-    """Continue a prompt on a running server."""
-    from pilotfish.client import terminal
+def chat(arguments: list[str]) -> int:
+    """Talk to a chat model on a running server."""
+    from pilotfish.client import chat
 
-    return terminal.main(arguments)
+    return chat.main(arguments)
+
+
+def generate(arguments: list[str]) -> int:
+    """Generate text on a running server."""
+    from pilotfish.client import generate
+
+    return generate.main(arguments)
 
 
 def _printed(name: str, arguments: list[str]) -> int:

@@ -101,7 +101,7 @@ def _serving(setting: PeerSetting) -> Iterator[str]:
 
 async def _wait(address: str) -> None:
     async with AsyncClient(address) as client:
-        await client.wait_until_serving(deadline=120)
+        await client.wait_until_serving(timeout=120)
 
 
 def _streams(address: str, prompts: Sequence[tuple[int, ...]], tokens: int, k: int | str) -> Turn:

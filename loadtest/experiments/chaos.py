@@ -130,7 +130,7 @@ async def _tokens(client: AsyncClient, job: Job) -> tuple[tuple[int, ...], int]:
     prompt, way = job
     tokens: tuple[int, ...] = ()
     interruptions = 0
-    async for event in client.stream(prompt, deadline=120, **_WAYS[way]):
+    async for event in client.stream(prompt, timeout=120, **_WAYS[way]):
         if isinstance(event, Delta):
             tokens += event.token_ids
         else:

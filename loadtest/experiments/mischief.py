@@ -105,7 +105,7 @@ async def go_away(scene: ChaosContext, random: Random) -> None:
 
 async def hurry(scene: ChaosContext, random: Random) -> None:
     """Send many requests at once with deadlines that are too short for most."""
-    reads = [_read(scene, ignore_eos=True, deadline=random.uniform(0.001, 0.4)) for _ in range(STORM)]
+    reads = [_read(scene, ignore_eos=True, timeout=random.uniform(0.001, 0.4)) for _ in range(STORM)]
     for end in await asyncio.gather(*reads):
         scene.note("deadline", end, "DeadlineExceededError", "QueueFullError", "served")
     await scene.pause(random.uniform(1, 4))

@@ -70,7 +70,7 @@ class Run:
         (prompt, options), sent = self._ask(self._random), self.now()
         call = Sample(sent if intended is None else intended, sent)
         try:
-            async with aclosing(self._client.stream(prompt, deadline=LONGEST, **options)) as events:
+            async with aclosing(self._client.stream(prompt, timeout=LONGEST, **options)) as events:
                 async for event in events:
                     if isinstance(event, Delta) and event.token_ids:
                         call.first = call.first or self.now()

@@ -110,7 +110,7 @@ async def result_of(client: AsyncClient, http: httpx.AsyncClient, job: Job) -> t
     asked: Prompt = [ChatMessage(role="user", content=prompt)] if "tools" in CALLS[job] else prompt
     outputs: dict[int, list[Any]] = {}
     interruptions = 0
-    async for event in client.stream(asked, deadline=300, **CALLS[job]):
+    async for event in client.stream(asked, timeout=300, **CALLS[job]):
         output = outputs.setdefault(event.index, ["", (), (), None, None])
         if isinstance(event, Delta):
             output[0] += event.text
@@ -281,7 +281,7 @@ async def _pause(client: AsyncClient, server: ServerProcess, events: int) -> flo
     if engine is None:
         raise RuntimeError("the server has no engine")
     arrivals: list[float] = []
-    async for event in client.stream(_IDS, max_tokens=256, ignore_eos=True, deadline=120):
+    async for event in client.stream(_IDS, max_tokens=256, ignore_eos=True, timeout=120):
         arrivals.append(time.monotonic())
         if len(arrivals) == events:
             os.kill(engine, signal.SIGKILL)

@@ -22,7 +22,7 @@ def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     parser.add_argument("--ca", type=Path, help="CA bundle (PEM); enables TLS")
     options = parser.parse_args(arguments)
     tls = None if options.ca is None else Tls(authority=options.ca)
-    with Client(options.address, tls=tls, retry=None, control_deadline=options.timeout) as client:
+    with Client(options.address, tls=tls, retry=None, control_timeout=options.timeout) as client:
         try:
             answer = client.health(options.service)
         except RequestFailedError as error:

@@ -39,7 +39,7 @@ from pilotfish.client import (
     errors,
 )
 from pilotfish.client.options import SpeculationMode, Verification
-from pilotfish.client.terminal import VARIABLE
+from pilotfish.client.settings import VARIABLE
 from pilotfish.server.commands.answers import FirstDifference, first_difference, largest_gap
 from pilotfish.server.commands.arguments import Tokenize, Tokens, at_least, read_prompts
 from pilotfish.server.commands.progress import Progress, Stopped, TimeBudget
@@ -195,10 +195,10 @@ _DEADLINE = 300.0  # seconds for one answer
 def ask(client: Client, case: VerifyCase, options: GenerateOptions, way: Way, cut: int) -> tuple[Output, ...]:
     """Send a case in this way and return its outputs; a resumed stream is interrupted after `cut` tokens."""
     if way in ("alone", "in company"):
-        return client.generate(case.prompt, deadline=_DEADLINE, **options).outputs
+        return client.generate(case.prompt, timeout=_DEADLINE, **options).outputs
     events: list[Event] = []
     left = cut if way == "resumed" else math.inf  # tokens until the interruption
-    with closing(client.stream(case.prompt, deadline=_DEADLINE, **options)) as stream:
+    with closing(client.stream(case.prompt, timeout=_DEADLINE, **options)) as stream:
         for event in stream:
             events.append(event)
             left -= len(event.token_ids) if isinstance(event, Delta) else 0

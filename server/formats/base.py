@@ -42,10 +42,11 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The markers around a model's reasoning."""
+    """The markers around a model's reasoning; `answer` follows `end` if the answer has a marker of its own."""
 
     begin: str = "<think>"
     end: str = "</think>"
+    answer: str = ""
 
 
 # ------------------------------------------------------------------------------------------------ what a parser finds

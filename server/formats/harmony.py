@@ -122,7 +122,9 @@ class HarmonyFormat(ChatFormat):
     reads = _HarmonyParser
 
     def __init__(self, special: Mapping[str, int] | None = None, *_: object) -> None:
-        super().__init__(special, ReasoningMarks(f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END))
+        super().__init__(
+            special, ReasoningMarks(f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END, f"{_START}assistant{_FINAL}")
+        )
 
     def asides(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Asides:
         """Return all but the bodies of messages to the user: headers, reasoning, calls, and with tools commentary."""

@@ -401,7 +401,7 @@ def _finished(index: int, end: FinishedOutput, request: Request) -> pb.Finished:
 
 def model_info(model: ServedModel, adapters: Seq[str]) -> control_pb.GetModelInfoResponse:
     """Return the model, its limits, its adapters, and the default speculation settings of a request."""
-    engine, config = model.engine, model.engine.config
+    engine, config, marks = model.engine, model.engine.config, model.format.reasoning
     return control_pb.GetModelInfoResponse(
         model=model.name,
         draft_model=model.draft_name or "",
@@ -423,4 +423,8 @@ def model_info(model: ServedModel, adapters: Seq[str]) -> control_pb.GetModelInf
         max_batch_size=config.max_batch_size,
         max_batch_tokens=config.max_batch_tokens,
         adapters=adapters,
+        has_chat_template=model.chat is not None,
+        reasoning_marks=None
+        if marks is None
+        else control_pb.ReasoningMarks(begin=marks.begin, end=marks.end + marks.answer),
     )

@@ -46,6 +46,18 @@ OUTPUT = generation_pb2.Output(
 ANSWER = generation_pb2.GenerateResponse(request_id="r1", model="tiny", outputs=[OUTPUT])
 
 
+MARKS = control_pb2.ReasoningMarks(begin="<think>", end="</think>")
+
+
+def said(*texts: str) -> list[generation_pb2.GenerateStreamResponse]:
+    """A stream of these texts, one token each."""
+    deltas = (
+        generation_pb2.TokenDelta(token_ids=[9], text=text, from_draft=[False], text_lengths=[len(text)])
+        for text in texts
+    )
+    return [generation_pb2.GenerateStreamResponse(delta=delta) for delta in deltas]
+
+
 def refusal(code: grpc.StatusCode, message: str = "", *details) -> status_pb2.Status:
     status = status_pb2.Status(code=code.value[0], message=message or code.name)
     for detail in details:
@@ -99,6 +111,7 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
     """Answers with what it holds and remembers what it was asked."""
 
     status: status_pb2.Status | None = None  # answer with this instead
+    admits: int = 0  # calls before `status` counts
     hold: bool = False  # stream one delta, then wait for the call's end
     answer: generation_pb2.GenerateResponse = field(default_factory=lambda: ANSWER)
     events: list[generation_pb2.GenerateStreamResponse] = field(default_factory=lambda: list(EVENTS))
@@ -109,6 +122,8 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
     refusals: list[status_pb2.Status] = field(default_factory=list)  # answer with these first, one each
     call_ended: threading.Event = field(default_factory=threading.Event)
     health: Health = field(default_factory=Health)
+    has_chat_template: bool = False
+    marks: control_pb2.ReasoningMarks | None = None
     address: str = ""
 
     def Generate(self, request, context):
@@ -130,6 +145,9 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
     def GetModelInfo(self, request, context):
         info = control_pb2.GetModelInfoResponse(model="tiny", proposers=["model", "ngram"], eos_token_ids=[0])
         info.speculation.CopyFrom(FINISHED.speculation)
+        info.has_chat_template, info.max_model_len = self.has_chat_template, 64
+        if self.marks is not None:
+            info.reasoning_marks.CopyFrom(self.marks)
         return self._answer(request, context, info)
 
     def GetLoad(self, request, context):
@@ -156,7 +174,7 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
         self.metadata.append(dict(context.invocation_metadata()))
         if self.refusals:
             context.abort_with_status(hinted(self.refusals.pop(0)))
-        if self.status is not None:
+        if self.status is not None and len(self.requests) > self.admits:
             context.abort_with_status(rpc_status.to_status(self.status))
 
 

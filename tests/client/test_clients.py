@@ -202,12 +202,12 @@ def test_the_control_calls(connected, fake):
     assert all(9.0 < deadline < 11.0 for deadline in fake.deadlines)
 
 
-def test_a_deadline_reaches_the_server_and_who_passes_it_hears_so(connected, fake):
-    connected.generate("x", deadline=7.0)
+def test_a_timeout_is_the_deadline_of_the_call(connected, fake):
+    connected.generate("x", timeout=7.0)
     assert fake.deadlines[-1] == pytest.approx(7.0, abs=2.0)
     fake.hold = True
     with pytest.raises(client.DeadlineExceededError):
-        list(connected.stream("x", deadline=0.2))
+        list(connected.stream("x", timeout=0.2))
 
 
 def test_all_violations_arrive(connected, fake):
@@ -260,7 +260,7 @@ async def test_cancelling_the_task_cancels_the_call(fake):
         assert await asyncio.to_thread(fake.call_ended.wait, 5)
 
 
-def test_waiting_for_a_server_ends_when_it_serves_and_no_question_outlasts_the_deadline(connected, fake):
+def test_waiting_for_a_server_ends_when_it_serves_and_no_question_outlasts_the_timeout(connected, fake):
     fake.health.serves(False)
     with pytest.raises(TimeoutError):
         connected.wait_until_serving(0.3)

@@ -37,7 +37,7 @@ def test_a_server_that_says_when_to_come_again_is_obeyed(kind, fake, own, told):
     fake.refusals = [full(told)] * 2
     with blocking(kind, fake.address, retry=Retry(first_pause=own, longest_pause=own)) as connection:
         began = time.monotonic()
-        assert list(connection.stream("x", deadline=60))
+        assert list(connection.stream("x", timeout=60))
     assert time.monotonic() - began >= 2 * told
 
 

@@ -18,7 +18,7 @@ from tests.client.fake_server import CLOSING, free_port, full, refusal, unavaila
 
 QUICK = Retry(attempts=1, first_pause=0.01, longest_pause=0.02)  # gRPC itself tries once, so that tests can count
 EVENTS = [convert.event(message) for message in SCRIPT]
-TWO = {"n": 2, "deadline": 30.0}
+TWO = {"n": 2, "timeout": 30.0}
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_deadline_holds_for_all_calls_together(kind, fake):
     fake.fates, fake.always = [Fate(2)], Fate(0)
     retry = Retry(attempts=1, first_pause=0.05, longest_pause=0.1, resume_attempts=1000)
     with blocking(kind, fake.address, retry=retry) as connection, pytest.raises(client.DeadlineExceededError):
-        list(connection.stream("x", n=2, deadline=0.6))
+        list(connection.stream("x", n=2, timeout=0.6))
     assert len(fake.deadlines) > 2
     assert fake.deadlines[-1] < fake.deadlines[0] / 2  # each call has what is left, as far as servers can measure it
 

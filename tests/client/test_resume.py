@@ -33,8 +33,8 @@ class Clock:
         return self.now
 
 
-def patience(retry=Retry(), deadline=None, clock=None, drawn=1.0):  # noqa: B008  # frozen
-    return Patience(retry, deadline, clock or Clock(), lambda: drawn)
+def patience(retry=Retry(), timeout=None, clock=None, drawn=1.0):  # noqa: B008  # frozen
+    return Patience(retry, timeout, clock or Clock(), lambda: drawn)
 
 
 def begun(after=1, waiting=None, **request):
@@ -89,7 +89,7 @@ def test_the_server_may_ask_for_a_longer_pause_and_not_for_a_shorter_one():
 
 def test_the_timeout_is_what_is_left_until_the_deadline():
     clock = Clock()
-    waiting = patience(deadline=5.0, clock=clock)
+    waiting = patience(timeout=5.0, clock=clock)
     timeouts = []
     for _ in range(3):
         timeouts.append(waiting.timeout)
@@ -99,14 +99,14 @@ def test_the_timeout_is_what_is_left_until_the_deadline():
 
 
 def test_a_pause_leaves_time_for_the_attempt_after_it():
-    assert patience(Retry(first_pause=4.0), deadline=5.0).pause(LOST) == 2.5
+    assert patience(Retry(first_pause=4.0), timeout=5.0).pause(LOST) == 2.5
 
 
 def test_a_pause_beyond_the_deadline_is_not_waited_for():
     with pytest.raises(DeadlineExceededError, match="RESOURCE_EXHAUSTED: full"):
-        patience(deadline=5.0).pause(FULL)
+        patience(timeout=5.0).pause(FULL)
     with pytest.raises(DeadlineExceededError):
-        patience(deadline=0.0).pause(LOST)
+        patience(timeout=0.0).pause(LOST)
 
 
 def test_servers_that_drain_are_waited_for_until_one_serves():

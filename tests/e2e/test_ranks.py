@@ -61,7 +61,7 @@ class Group:
         while True:
             assert all(process.poll() is None for process in self.ranks), self.log()
             try:
-                connection.wait_until_serving(deadline=1.0)
+                connection.wait_until_serving(timeout=1.0)
             except TimeoutError:
                 assert time.monotonic() < end, self.log()
             else:

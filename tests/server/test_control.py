@@ -13,11 +13,16 @@ from prometheus_client import CollectorRegistry
 
 from pilotfish.engine.text.codec import Codec
 from pilotfish.server import version
+from pilotfish.server.chat import ChatTemplate
+from pilotfish.server.formats.base import ReasoningMarks
+from pilotfish.server.formats.harmony import HarmonyFormat
+from pilotfish.server.formats.json_calls import HermesFormat
+from pilotfish.server.grpc.messages import model_info
 from pilotfish.server.telemetry.metrics import Metrics
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FakeEngine, served
 from tests.server.test_generate import detail, error_of, request
 from tests.server.test_life import metric
 from tests.server.test_security import ALICE, BOB, bearer
@@ -33,6 +38,26 @@ async def test_server_and_model_info(server):
     assert (list(model.eos_token_ids), list(model.proposers)) == ([0], ["ngram", "none"])
     assert model.has_tokenizer
     assert (model.speculation.num_draft_tokens, model.speculation.mode) == (8, pb.SPECULATION_MODE_AUTO)
+    assert not model.has_chat_template
+    assert not model.HasField("reasoning_marks")
+
+
+@pytest.mark.parametrize(
+    ("form", "begin", "end"),
+    [
+        (HermesFormat({}, ReasoningMarks()), "<think>", "</think>"),
+        (
+            HarmonyFormat(),
+            "<|channel|>analysis<|message|>",
+            "<|end|><|start|>assistant<|channel|>final<|message|>",
+        ),
+    ],
+    ids=["hermes", "harmony"],
+)
+def test_the_model_info_of_a_chat_model_has_the_marks_of_its_reasoning(form, begin, end):
+    model = model_info(served(FakeEngine(), chat=ChatTemplate("", {}), format=form), ())
+    assert model.has_chat_template
+    assert (model.reasoning_marks.begin, model.reasoning_marks.end) == (begin, end)
 
 
 async def test_load_counts_running_and_waiting():

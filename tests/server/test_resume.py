@@ -62,7 +62,7 @@ def resumed(asked, received, *, tokens: bool) -> pb.GenerateRequest:
 
 
 def resumed_by_our_client(asked, received) -> pb.GenerateRequest:
-    stream = ResumableStream(asked, Patience(Retry(), deadline=None))
+    stream = ResumableStream(asked, Patience(Retry(), timeout=None))
     stream.next_request()
     for message in received:
         stream.take(message)

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from pilotfish.v1 import generation_pb2 as pilotfish_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apilotfish/v1/control.proto\x12\x0cpilotfish.v1\x1a\x1dpilotfish/v1/generation.proto\"\x16\n\x14GetServerInfoRequest\"\xa0\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.pilotfish.v1.ServerState\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\x1a\n\x12max_queue_requests\x18\x04 \x01(\r\x12\x18\n\x10max_queue_tokens\x18\x05 \x01(\r\"3\n\x13GetModelInfoRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_model\"\xc0\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x08 \x01(\x08\x12\x11\n\tproposers\x18\t \x03(\t\x12\x35\n\x0bspeculation\x18\n \x01(\x0b\x32 .pilotfish.v1.SpeculationOptions\x12\x16\n\x0emax_batch_size\x18\x0b \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x0c \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\r \x03(\t\"\x10\n\x0eGetLoadRequest\"\x9e\x01\n\x0fGetLoadResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\x12\x13\n\x0btotal_pages\x18\x04 \x01(\r\x12\x12\n\nfree_pages\x18\x05 \x01(\r\x12\x17\n\x0fspec_gain_ratio\x18\x06 \x01(\x01\"=\n\x0c\x41\x62ortRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\r\n\x03\x61ll\x18\x02 \x01(\x08H\x00\x42\x08\n\x06target\")\n\rAbortResponse\x12\x18\n\x10\x61\x62orted_requests\x18\x01 \x01(\r\"=\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x02 \x01(\tB\x08\n\x06_model\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"D\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\rB\x08\n\x06_model\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"*\n\x13LoadAdapterResponse\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse*\x92\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVER_STATE_STARTING\x10\x01\x12\x16\n\x12SERVER_STATE_READY\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04\x32\x95\x05\n\x0e\x43ontrolService\x12X\n\rGetServerInfo\x12\".pilotfish.v1.GetServerInfoRequest\x1a#.pilotfish.v1.GetServerInfoResponse\x12U\n\x0cGetModelInfo\x12!.pilotfish.v1.GetModelInfoRequest\x1a\".pilotfish.v1.GetModelInfoResponse\x12\x46\n\x07GetLoad\x12\x1c.pilotfish.v1.GetLoadRequest\x1a\x1d.pilotfish.v1.GetLoadResponse\x12@\n\x05\x41\x62ort\x12\x1a.pilotfish.v1.AbortRequest\x1a\x1b.pilotfish.v1.AbortResponse\x12I\n\x08Tokenize\x12\x1d.pilotfish.v1.TokenizeRequest\x1a\x1e.pilotfish.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.pilotfish.v1.DetokenizeRequest\x1a .pilotfish.v1.DetokenizeResponse\x12R\n\x0bLoadAdapter\x12 .pilotfish.v1.LoadAdapterRequest\x1a!.pilotfish.v1.LoadAdapterResponse\x12X\n\rUnloadAdapter\x12\".pilotfish.v1.UnloadAdapterRequest\x1a#.pilotfish.v1.UnloadAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apilotfish/v1/control.proto\x12\x0cpilotfish.v1\x1a\x1dpilotfish/v1/generation.proto\"\x16\n\x14GetServerInfoRequest\"\xa0\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.pilotfish.v1.ServerState\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\x1a\n\x12max_queue_requests\x18\x04 \x01(\r\x12\x18\n\x10max_queue_tokens\x18\x05 \x01(\r\"3\n\x13GetModelInfoRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x42\x08\n\x06_model\"\xab\x03\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x08 \x01(\x08\x12\x11\n\tproposers\x18\t \x03(\t\x12\x35\n\x0bspeculation\x18\n \x01(\x0b\x32 .pilotfish.v1.SpeculationOptions\x12\x16\n\x0emax_batch_size\x18\x0b \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x0c \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\r \x03(\t\x12\x19\n\x11has_chat_template\x18\x0e \x01(\x08\x12:\n\x0freasoning_marks\x18\x0f \x01(\x0b\x32\x1c.pilotfish.v1.ReasoningMarksH\x00\x88\x01\x01\x42\x12\n\x10_reasoning_marks\",\n\x0eReasoningMarks\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\t\x12\x0b\n\x03\x65nd\x18\x02 \x01(\t\"\x10\n\x0eGetLoadRequest\"\x9e\x01\n\x0fGetLoadResponse\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x15\n\rqueued_tokens\x18\x03 \x01(\r\x12\x13\n\x0btotal_pages\x18\x04 \x01(\r\x12\x12\n\nfree_pages\x18\x05 \x01(\r\x12\x17\n\x0fspec_gain_ratio\x18\x06 \x01(\x01\"=\n\x0c\x41\x62ortRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\r\n\x03\x61ll\x18\x02 \x01(\x08H\x00\x42\x08\n\x06target\")\n\rAbortResponse\x12\x18\n\x10\x61\x62orted_requests\x18\x01 \x01(\r\"=\n\x0fTokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x02 \x01(\tB\x08\n\x06_model\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"D\n\x11\x44\x65tokenizeRequest\x12\x12\n\x05model\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x03(\rB\x08\n\x06_model\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"*\n\x13LoadAdapterResponse\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse*\x92\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVER_STATE_STARTING\x10\x01\x12\x16\n\x12SERVER_STATE_READY\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04\x32\x95\x05\n\x0e\x43ontrolService\x12X\n\rGetServerInfo\x12\".pilotfish.v1.GetServerInfoRequest\x1a#.pilotfish.v1.GetServerInfoResponse\x12U\n\x0cGetModelInfo\x12!.pilotfish.v1.GetModelInfoRequest\x1a\".pilotfish.v1.GetModelInfoResponse\x12\x46\n\x07GetLoad\x12\x1c.pilotfish.v1.GetLoadRequest\x1a\x1d.pilotfish.v1.GetLoadResponse\x12@\n\x05\x41\x62ort\x12\x1a.pilotfish.v1.AbortRequest\x1a\x1b.pilotfish.v1.AbortResponse\x12I\n\x08Tokenize\x12\x1d.pilotfish.v1.TokenizeRequest\x1a\x1e.pilotfish.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.pilotfish.v1.DetokenizeRequest\x1a .pilotfish.v1.DetokenizeResponse\x12R\n\x0bLoadAdapter\x12 .pilotfish.v1.LoadAdapterRequest\x1a!.pilotfish.v1.LoadAdapterResponse\x12X\n\rUnloadAdapter\x12\".pilotfish.v1.UnloadAdapterRequest\x1a#.pilotfish.v1.UnloadAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pilotfish.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERVERSTATE']._serialized_start=1289
-  _globals['_SERVERSTATE']._serialized_end=1435
+  _globals['_SERVERSTATE']._serialized_start=1442
+  _globals['_SERVERSTATE']._serialized_end=1588
   _globals['_GETSERVERINFOREQUEST']._serialized_start=75
   _globals['_GETSERVERINFOREQUEST']._serialized_end=97
   _globals['_GETSERVERINFORESPONSE']._serialized_start=100
@@ -41,31 +41,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELINFOREQUEST']._serialized_start=262
   _globals['_GETMODELINFOREQUEST']._serialized_end=313
   _globals['_GETMODELINFORESPONSE']._serialized_start=316
-  _globals['_GETMODELINFORESPONSE']._serialized_end=636
-  _globals['_GETLOADREQUEST']._serialized_start=638
-  _globals['_GETLOADREQUEST']._serialized_end=654
-  _globals['_GETLOADRESPONSE']._serialized_start=657
-  _globals['_GETLOADRESPONSE']._serialized_end=815
-  _globals['_ABORTREQUEST']._serialized_start=817
-  _globals['_ABORTREQUEST']._serialized_end=878
-  _globals['_ABORTRESPONSE']._serialized_start=880
-  _globals['_ABORTRESPONSE']._serialized_end=921
-  _globals['_TOKENIZEREQUEST']._serialized_start=923
-  _globals['_TOKENIZEREQUEST']._serialized_end=984
-  _globals['_TOKENIZERESPONSE']._serialized_start=986
-  _globals['_TOKENIZERESPONSE']._serialized_end=1023
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1025
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1093
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1095
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1129
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1131
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1179
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=1181
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=1223
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1225
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1261
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1263
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1286
-  _globals['_CONTROLSERVICE']._serialized_start=1438
-  _globals['_CONTROLSERVICE']._serialized_end=2099
+  _globals['_GETMODELINFORESPONSE']._serialized_end=743
+  _globals['_REASONINGMARKS']._serialized_start=745
+  _globals['_REASONINGMARKS']._serialized_end=789
+  _globals['_GETLOADREQUEST']._serialized_start=791
+  _globals['_GETLOADREQUEST']._serialized_end=807
+  _globals['_GETLOADRESPONSE']._serialized_start=810
+  _globals['_GETLOADRESPONSE']._serialized_end=968
+  _globals['_ABORTREQUEST']._serialized_start=970
+  _globals['_ABORTREQUEST']._serialized_end=1031
+  _globals['_ABORTRESPONSE']._serialized_start=1033
+  _globals['_ABORTRESPONSE']._serialized_end=1074
+  _globals['_TOKENIZEREQUEST']._serialized_start=1076
+  _globals['_TOKENIZEREQUEST']._serialized_end=1137
+  _globals['_TOKENIZERESPONSE']._serialized_start=1139
+  _globals['_TOKENIZERESPONSE']._serialized_end=1176
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1178
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1246
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1248
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1282
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1284
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1332
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=1334
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=1376
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1378
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1414
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1416
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1439
+  _globals['_CONTROLSERVICE']._serialized_start=1591
+  _globals['_CONTROLSERVICE']._serialized_end=2252
 # @@protoc_insertion_point(module_scope)

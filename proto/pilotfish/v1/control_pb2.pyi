@@ -150,6 +150,8 @@ class GetModelInfoResponse(_message.Message):
     MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     MAX_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    REASONING_MARKS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the target model."""
     draft_model: _builtins.str
@@ -168,6 +170,8 @@ class GetModelInfoResponse(_message.Message):
     """Maximum number of sequences per step."""
     max_batch_tokens: _builtins.int
     """Maximum number of tokens per step."""
+    has_chat_template: _builtins.bool
+    """Whether the model has a chat template. Without one it accepts no conversations."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-text tokens of the model."""
@@ -183,6 +187,10 @@ class GetModelInfoResponse(_message.Message):
     @_builtins.property
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the adapters that requests may use, in alphabetical order."""
+
+    @_builtins.property
+    def reasoning_marks(self) -> Global___ReasoningMarks:
+        """How reasoning is marked in the text of an output. Unset if the model marks none."""
 
     def __init__(
         self,
@@ -200,14 +208,44 @@ class GetModelInfoResponse(_message.Message):
         max_batch_size: _builtins.int = ...,
         max_batch_tokens: _builtins.int = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        has_chat_template: _builtins.bool = ...,
+        reasoning_marks: Global___ReasoningMarks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning_marks", b"_reasoning_marks", "reasoning_marks", b"reasoning_marks", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "device", b"device", "draft_model", b"draft_model", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_tokenizer", b"has_tokenizer", "max_batch_size", b"max_batch_size", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "proposers", b"proposers", "speculation", b"speculation", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning_marks", b"_reasoning_marks", "adapters", b"adapters", "device", b"device", "draft_model", b"draft_model", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "max_batch_size", b"max_batch_size", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "proposers", b"proposers", "reasoning_marks", b"reasoning_marks", "speculation", b"speculation", "vocab_size", b"vocab_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reasoning_marks: _TypeAlias = _typing.Literal["reasoning_marks"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_marks: _TypeAlias = _typing.Literal["_reasoning_marks", b"_reasoning_marks"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_marks) -> _WhichOneofReturnType__reasoning_marks | None: ...
+
+Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+
+@_typing.final
+class ReasoningMarks(_message.Message):
+    """Texts around the reasoning at the beginning of an output."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    begin: _builtins.str
+    """Text before the reasoning. It is part of the prompt if `starts_in_reasoning`."""
+    end: _builtins.str
+    """Text between the reasoning and the answer."""
+    def __init__(
+        self,
+        *,
+        begin: _builtins.str = ...,
+        end: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
+Global___ReasoningMarks: _TypeAlias = ReasoningMarks  # noqa: Y015
 
 @_typing.final
 class GetLoadRequest(_message.Message):

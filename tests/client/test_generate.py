@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
-import re
-import signal
-import subprocess
-import sys
-from contextlib import contextmanager
 
 import grpc
 import pytest
 
-from pilotfish.client import terminal
+from pilotfish.client import convert
+from pilotfish.client import generate as command
+from pilotfish.client.comparison import Comparison, Round
 from pilotfish.v1 import generation_pb2 as pb
-from tests.client.fake_server import FINISHED, invalid, refusal
+from tests.client.fake_server import FINISHED, MARKS, invalid, refusal, said
+from tests.client.pseudo_terminal import on_a_terminal, plain
 
 LOGPROB = pb.TokenLogprob(logprob=-0.5, top=[pb.Candidate(token_id=3, logprob=-0.5)])
-COMMAND = [sys.executable, "-c", "import sys; from pilotfish.client.terminal import main; sys.exit(main(sys.argv[1:]))"]
 
 
 def generate(fake, *arguments):
-    return terminal.main(["--address", fake.address, *arguments])
+    return command.main(["--address", fake.address, *arguments])
 
 
 def test_text_to_stdout_figures_to_stderr(fake, capsys):
@@ -54,7 +49,7 @@ def test_options_reach_the_server(fake, tmp_path):
         f"--logprobs 2 --json-schema {schema} --repetition-penalty 1.5 --min-tokens 1 --presence-penalty -1",
     ):
         generate(fake, "x", *options.split())
-    first, second = fake.requests
+    first, second = (request for request in fake.requests if isinstance(request, pb.GenerateRequest))
     assert first == pb.GenerateRequest(
         prompt="x",
         sampling=pb.SamplingParams(temperature=0.5),
@@ -85,17 +80,61 @@ def test_several_outputs_are_shown_one_after_the_other(fake, capsys):
     assert out.split() == ["a", "b"]
     assert err.index("output 0") < err.index("output 1")
     assert "-0.500" in err
-    assert fake.requests[0].sampling.n == 2
+    assert fake.requests[-1].sampling.n == 2
+
+
+def test_a_chat_model_gets_the_prompt_as_the_users_turn_unless_raw(fake):
+    fake.has_chat_template = True
+    for flags in ([], ["--raw"]):
+        assert generate(fake, "hi", *flags) == 0
+    asked = [request for request in fake.requests if isinstance(request, pb.GenerateRequest)]
+    assert [(turn.role, turn.content) for turn in asked[0].messages.messages] == [("user", "hi")]
+    assert asked[1].WhichOneof("input") == "prompt"
 
 
 def test_compare_repeats_with_the_same_seed_and_caches_of_their_own(fake, capsys):
+    fake.answer = timed(2.0)
     assert generate(fake, "x", "--temperature", "1", "--compare") == 0
-    first, plain, again = fake.requests
+    first, *runs = (request for request in fake.requests if isinstance(request, pb.GenerateRequest))
     assert not first.sampling.HasField("seed")
-    assert (plain.sampling.seed, plain.speculation.mode) == (2**64 - 1, 2)
-    assert (again.sampling.seed, again.speculation.mode) == (2**64 - 1, first.speculation.mode)
-    assert len({first.cache_salt, plain.cache_salt, again.cache_salt}) == 3
-    assert "the same text" in capsys.readouterr().err
+    assert {run.sampling.seed for run in runs} == {2**64 - 1}
+    assert [run.speculation.mode == pb.SPECULATION_MODE_OFF for run in runs[:4]] == [False, True, True, False]
+    assert len({run.cache_salt for run in runs}) == len(runs)
+    shown = capsys.readouterr().err
+    assert "the same with and without drafts" in shown
+    assert "gain" in shown
+    assert "estimate" not in shown
+
+
+def timed(seconds, num_tokens=40, tokens=(1, 2)):
+    finished = pb.Finished()
+    finished.CopyFrom(FINISHED)
+    finished.usage.completion_tokens, finished.timing.queue_seconds = num_tokens, 0.0
+    finished.timing.total_seconds = seconds
+    return pb.GenerateResponse(outputs=[pb.Output(token_ids=tokens, finished=finished)])
+
+
+def rounds(*seconds, **plain):
+    return Comparison(
+        tuple(Round(convert.completion(timed(a)), convert.completion(timed(b, **plain))) for a, b in seconds)
+    )
+
+
+def test_the_gain_is_that_of_the_median_round_beside_its_times():
+    lines = dict(rounds((1.0, 3.0), (5.0, 5.0), (2.0, 3.0), (1.0, 1.4), (1.0, 1.6)).lines())
+    assert lines["gain"] == "1.50 times as fast with drafts (1.40 to 1.60 in 5 rounds without the best and the worst)"
+    assert (lines["with drafts"], lines["without drafts"]) == ("40 tokens in 2.00 s", "40 tokens in 3.00 s")
+    assert lines["text"].startswith("the same")
+    assert "DIFFERENT" in dict(rounds((1.0, 3.0), (1.0, 1.0), (1.0, 1.0), tokens=(1, 3)).lines())["text"]
+
+
+def test_rounds_that_disagree_give_no_gain():
+    lines = dict(rounds((1.0, 3.0), (1.0, 0.5), (1.0, 1.0), (1.0, 0.7), (1.0, 1.5)).lines())
+    assert lines["gain"].startswith("not measured: the machine is too busy (0.70 to 1.50 in 5 rounds")
+
+
+def test_a_short_text_has_no_gain():
+    assert dict(rounds((1.0, 3.0), num_tokens=31).lines())["gain"] == "not measured: fewer than 32 tokens"
 
 
 @pytest.mark.parametrize("arguments", [["-"], ["--file", "-"], ["--file", "FILE"]], ids=" ".join)
@@ -104,7 +143,7 @@ def test_a_prompt_from_standard_input_or_a_file(fake, arguments, monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("def ü".encode()), "utf-8"))
     assert generate(fake, *arguments) == 0
-    assert fake.requests[0].prompt == "def ü"
+    assert fake.requests[-1].prompt == "def ü"
 
 
 @pytest.mark.parametrize(
@@ -137,54 +176,37 @@ def test_a_refusal_is_one_line_and_exit_1(fake, capsys, status, told):
     [(["x", "--address", "127.0.0.1:1"], "UNAVAILABLE"), (["--file", "/nonexistent"], "/nonexistent")],
 )
 def test_who_or_what_is_not_there_is_exit_1(capsys, arguments, told):
-    assert terminal.main(arguments) == 1
+    assert command.main(arguments) == 1
     assert told in capsys.readouterr().err
-
-
-@contextmanager
-def on_a_terminal(*arguments):
-    """The command with a pseudo-terminal as its standard output and error; yields (process, read everything)."""
-    ours, theirs = pty.openpty()
-    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-    env |= {"TERM": "xterm-256color", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [*COMMAND, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=theirs,
-        stderr=theirs,
-        env=env,
-        # A shell's background jobs ignore SIGINT, and so would what they start: these tests as well as any.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # one thread does this
-    )
-    os.close(theirs)
-
-    def read(until: bytes = b"\0") -> str:
-        seen = b""
-        while until not in seen:
-            try:
-                seen += os.read(ours, 4096)
-            except OSError:  # how a pseudo-terminal says that its other side is closed
-                break
-        return seen.decode()
-
-    try:
-        yield process, read
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
 
 
 def test_a_person_sees_who_wrote_which_token_and_ctrl_c_cancels_the_request(fake):
     fake.hold = True
-    with on_a_terminal("def [/]f\x1b[2J:", "--address", fake.address) as (process, read):
-        screen = read(until="ürn".encode())
-        process.send_signal(signal.SIGINT)
-        screen += read()
-        assert process.wait(20) == 130
+    with on_a_terminal("generate", "def [/]f\x1b[2J:", "--address", fake.address) as terminal:
+        terminal.read(until="ürn")
+        terminal.type("\x03")
+        screen = terminal.read_all()
+        assert terminal.process.wait(20) == 130
     assert fake.call_ended.wait(5)
     assert "\x1b[36m ret\x1b[0m\x1b[35mürn\x1b[0m" in screen
     assert "def [/]f\\x1b[2J:" in screen  # shown, not obeyed
-    assert "accepted draft" in re.sub(r"\x1b\[[0-9;]*m", "", screen)
+    assert "accepted draft" in plain(screen)
     assert "cancelled" in screen
     assert "Traceback" not in screen
+
+
+def test_colors_can_be_turned_off(fake):
+    with on_a_terminal("generate", "def f", "--no-color", "--address", fake.address) as terminal:
+        assert "\x1b[3" not in terminal.read_all()
+
+
+def test_reasoning_is_dimmed_for_a_person_and_written_as_it_is_to_a_pipe(fake, capsys):
+    fake.has_chat_template, fake.marks = True, MARKS
+    fake.events = said("<think>so", "</think>\n\n", "42")
+    assert generate(fake, "x") == 0
+    assert capsys.readouterr().out == "<think>so</think>\n\n42\n"
+    with on_a_terminal("generate", "x", "--address", fake.address) as terminal:
+        screen = terminal.read_all()
+    assert "\x1b[2;35mso\x1b[0m" in screen
+    assert "\x1b[35m42\x1b[0m" in screen
+    assert "think>" not in screen
