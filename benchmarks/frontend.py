@@ -37,7 +37,7 @@ def server(streams: int) -> Iterator[tuple[int, int, int]]:
     command = [
         sys.executable,
         "-c",
-        "from server.cli import main; main()",
+        "from pilotfish.server.cli import main; main()",
         "serve",
         "--speculation",
         "off",

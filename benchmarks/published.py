@@ -25,18 +25,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.machine.threads import cores
+from pilotfish.engine.model.unbatched import plain_logits
+from pilotfish.engine.startup.quality import Differences, Quality, measure, reference_model
+from pilotfish.engine.text.codec import Codec
+from pilotfish.models import published
+from pilotfish.server.commands.quality import default_texts
 
 from benchmarks.harness.machine import machine
 from benchmarks.harness.report import table
 from benchmarks.harness.turns import Turn, foreign
 from benchmarks.peers.remote import NotMeasured, Remote
-from engine.config import EngineConfig
-from engine.machine.threads import cores
-from engine.model.unbatched import plain_logits
-from engine.startup.quality import Differences, Quality, measure, reference_model
-from engine.text.codec import Codec
-from models import published
-from server.commands.quality import default_texts
 
 BATCHES = (1, 8)
 OURS, LLAMA = "pilotfish", "llama.cpp"

@@ -1,8 +1,8 @@
 """Clients for a Pilotfish server: `Client` and `AsyncClient`. They use the protocol only and load no model."""
 
-from client.async_client import AsyncClient
-from client.connection import Retry, Tls
-from client.errors import (
+from pilotfish.client.async_client import AsyncClient
+from pilotfish.client.connection import Retry, Tls
+from pilotfish.client.errors import (
     AbortedError,
     AlreadyExistsError,
     CancelledError,
@@ -18,8 +18,8 @@ from client.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from client.options import ChatMessage, GenerateOptions
-from client.results import (
+from pilotfish.client.options import ChatMessage, GenerateOptions
+from pilotfish.client.results import (
     Candidate,
     Completion,
     Delta,
@@ -36,7 +36,7 @@ from client.results import (
     TokenLogprob,
     Usage,
 )
-from client.sync_client import Client
+from pilotfish.client.sync_client import Client
 
 __all__ = [
     "AbortedError", "AlreadyExistsError", "AsyncClient", "CancelledError", "Candidate", "ChatMessage", "Client",

@@ -1,6 +1,6 @@
 """Exact speculative decoding in ragged batches: token ids in, token ids out.
 
->>> from engine import LLM, SamplingParams
+>>> from pilotfish.engine import LLM, SamplingParams
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from engine.errors import DuplicateRequest, InvalidRequest, ModelError, PilotfishError, Unsupported
-from engine.params import SamplingParams, SpeculationParams
-from engine.types import FinishReason, Request, TokenEvent
+from pilotfish.engine.errors import DuplicateRequest, InvalidRequest, ModelError, PilotfishError, Unsupported
+from pilotfish.engine.params import SamplingParams, SpeculationParams
+from pilotfish.engine.types import FinishReason, Request, TokenEvent
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig
-    from engine.llm import LLM, CompletionOutput
+    from pilotfish.engine.config import EngineConfig
+    from pilotfish.engine.llm import LLM, CompletionOutput
 
 __all__ = [
     "LLM", "CompletionOutput", "DuplicateRequest", "EngineConfig", "FinishReason", "InvalidRequest", "ModelError",
@@ -22,7 +22,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-_LATE = {"LLM": "engine.llm", "CompletionOutput": "engine.llm", "EngineConfig": "engine.config"}
+_LATE = {
+    "LLM": "pilotfish.engine.llm",
+    "CompletionOutput": "pilotfish.engine.llm",
+    "EngineConfig": "pilotfish.engine.config",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -9,11 +9,10 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
+from pilotfish.engine.choices import ADAPTER_NAME, AttentionKind, Device, DType, KVType, Loop, Weights
+from pilotfish.engine.errors import shown
+from pilotfish.engine.params import MAX_NUM_DRAFT, SpeculationMode, Verification
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
-
-from engine.choices import ADAPTER_NAME, AttentionKind, Device, DType, KVType, Loop, Weights
-from engine.errors import shown
-from engine.params import MAX_NUM_DRAFT, SpeculationMode, Verification
 
 _NameT = TypeVar("_NameT", str, Path)
 

@@ -13,28 +13,28 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from engine.control import learned
-from engine.control.controller import Control
-from engine.control.prefill_budget import PrefillBudget
-from engine.control.step_time import StepFeedback
-from engine.device_loop.results import RoundResult, Rounds
-from engine.errors import DuplicateRequest
-from engine.model.adapters.store import Adapters
-from engine.model.runner import Runner
-from engine.proposers import Proposers
-from engine.request.intake import EngineFacts, Intake, Limits, self_test_request
-from engine.request.prediction import num_predicted
-from engine.sampling.processors import advance_grammar, catch_up_grammars
-from engine.scheduler import Scheduler
-from engine.stats import Clock, EngineLoad, StepOutput, Stopwatch
-from engine.step import Step, Work
-from engine.step_stats import feedback_of, measure
-from engine.target_pass import TargetPass
-from engine.turns import MASK_SECONDS
-from engine.types import FinishedOutput, FinishReason, Request, Sequence, TokenEvent
+from pilotfish.engine.control import learned
+from pilotfish.engine.control.controller import Control
+from pilotfish.engine.control.prefill_budget import PrefillBudget
+from pilotfish.engine.control.step_time import StepFeedback
+from pilotfish.engine.device_loop.results import RoundResult, Rounds
+from pilotfish.engine.errors import DuplicateRequest
+from pilotfish.engine.model.adapters.store import Adapters
+from pilotfish.engine.model.runner import Runner
+from pilotfish.engine.proposers import Proposers
+from pilotfish.engine.request.intake import EngineFacts, Intake, Limits, self_test_request
+from pilotfish.engine.request.prediction import num_predicted
+from pilotfish.engine.sampling.processors import advance_grammar, catch_up_grammars
+from pilotfish.engine.scheduler import Scheduler
+from pilotfish.engine.stats import Clock, EngineLoad, StepOutput, Stopwatch
+from pilotfish.engine.step import Step, Work
+from pilotfish.engine.step_stats import feedback_of, measure
+from pilotfish.engine.target_pass import TargetPass
+from pilotfish.engine.turns import MASK_SECONDS
+from pilotfish.engine.types import FinishedOutput, FinishReason, Request, Sequence, TokenEvent
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig
+    from pilotfish.engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 

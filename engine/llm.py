@@ -1,6 +1,6 @@
 """Offline use: one call takes prompts and returns completions.
 
->>> from engine import LLM, SamplingParams
+>>> from pilotfish.engine import LLM, SamplingParams
 >>> llm = LLM("models/target", draft="models/draft")
 >>> [done] = llm.generate("def add(a, b):", SamplingParams(max_tokens=32))
 >>> print(done.text)
@@ -16,15 +16,15 @@ from numbers import Integral
 from os import PathLike
 from typing import Any, cast
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import InvalidRequest
-from engine.params import Guided, SamplingParams, SpeculationParams, SpeculationSettings
-from engine.startup import warm
-from engine.text.codec import Codec, OutputText, structure_problem
-from engine.text.guided import GrammarCompiler
-from engine.text.stops import StopStrings
-from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Logprob, Request, TokenEvent
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.errors import InvalidRequest
+from pilotfish.engine.params import Guided, SamplingParams, SpeculationParams, SpeculationSettings
+from pilotfish.engine.startup import warm
+from pilotfish.engine.text.codec import Codec, OutputText, structure_problem
+from pilotfish.engine.text.guided import GrammarCompiler
+from pilotfish.engine.text.stops import StopStrings
+from pilotfish.engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Logprob, Request, TokenEvent
 
 Prompt = str | Seq[int]
 

@@ -18,14 +18,13 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from pilotfish.engine.errors import ModelError, RankLost
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.machine.rank import RankInfo
+from pilotfish.engine.model.runner import Runner
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
-
-from engine.errors import ModelError, RankLost
-from engine.kv.batch import Feed
-from engine.machine.rank import RankInfo
-from engine.model.runner import Runner
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

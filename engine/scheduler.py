@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 
-from engine.control.controller import Control, Speedup, levelled
-from engine.control.prefill_budget import PrefillBudget
-from engine.kv.pages import PagePool
-from engine.params import MAX_PREDICTED_DRAFTS
-from engine.step import Step, Work
-from engine.turns import TURN, Shares, equal_parts, in_step, in_turn, most_masked
-from engine.types import KVCursor, Sequence
+from pilotfish.engine.control.controller import Control, Speedup, levelled
+from pilotfish.engine.control.prefill_budget import PrefillBudget
+from pilotfish.engine.kv.pages import PagePool
+from pilotfish.engine.params import MAX_PREDICTED_DRAFTS
+from pilotfish.engine.step import Step, Work
+from pilotfish.engine.turns import TURN, Shares, equal_parts, in_step, in_turn, most_masked
+from pilotfish.engine.types import KVCursor, Sequence
 
 log = logging.getLogger(__name__)
 

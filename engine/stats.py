@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from engine.types import TokenEvent
+from pilotfish.engine.types import TokenEvent
 
 ForwardKind = Literal["verify", "prefill", "draft"]
 Clock = Callable[[], float]  # seconds, monotonic

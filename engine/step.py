@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine.stats import Forward
-from engine.types import Logprob, Sequence
+from pilotfish.engine.stats import Forward
+from pilotfish.engine.types import Logprob, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
-from engine.control.step_time import StepFeedback
-from engine.device_loop.results import RoundResult
-from engine.native import threads_in_use
-from engine.scheduler import Scheduler
-from engine.stats import Forward, StepStats
-from engine.step import Step
-from engine.types import TokenEvent
+from pilotfish.engine.control.step_time import StepFeedback
+from pilotfish.engine.device_loop.results import RoundResult
+from pilotfish.engine.native import threads_in_use
+from pilotfish.engine.scheduler import Scheduler
+from pilotfish.engine.stats import Forward, StepStats
+from pilotfish.engine.step import Step
+from pilotfish.engine.types import TokenEvent
 
 
 def feedback_of(step: Step, phase_seconds: Mapping[str, float]) -> StepFeedback:

@@ -10,17 +10,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
+from pilotfish.engine.errors import RankLost
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.runner import Runner
+from pilotfish.engine.proposers import Proposers
+from pilotfish.engine.sampling.logprobs import record_prompt
+from pilotfish.engine.sampling.verification import verify_rows
+from pilotfish.engine.stats import Stopwatch
+from pilotfish.engine.step import Step, Work
+from pilotfish.engine.types import Sequence
 from torch import Tensor
-
-from engine.errors import RankLost
-from engine.kv.batch import Feed
-from engine.model.runner import Runner
-from engine.proposers import Proposers
-from engine.sampling.logprobs import record_prompt
-from engine.sampling.verification import verify_rows
-from engine.stats import Stopwatch
-from engine.step import Step, Work
-from engine.types import Sequence
 
 log = logging.getLogger(__name__)
 

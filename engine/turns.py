@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 
-from engine.control.prefill_budget import PrefillBudget
-from engine.params import MAX_PREDICTED_DRAFTS
-from engine.types import Sequence
+from pilotfish.engine.control.prefill_budget import PrefillBudget
+from pilotfish.engine.params import MAX_PREDICTED_DRAFTS
+from pilotfish.engine.types import Sequence
 
 TURN = 32  # tokens that a place in the batch counts as, because it will soon get them
 _MANY = 8  # ratio of places above which shares are uneven, and first tokens do not wait for long steps

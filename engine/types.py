@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engine.params import DEFAULT_MAX_TOKENS, OutputOptions, SamplingParams, SpeculationParams, SpeculationSettings
+from pilotfish.engine.params import (
+    DEFAULT_MAX_TOKENS,
+    OutputOptions,
+    SamplingParams,
+    SpeculationParams,
+    SpeculationSettings,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

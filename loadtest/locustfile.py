@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc.experimental.gevent
 from locust import HttpUser, User, constant, events, runners
+from pilotfish.client import Client, Delta, RequestFailedError
 
-from client import Client, Delta, RequestFailedError
 from loadtest.workload import request
 
 runners.HEARTBEAT_LIVENESS = (

@@ -16,11 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pilotfish.client import Client
 from prometheus_client.parser import text_string_to_metric_families
 
-from client import Client
-
-SERVE = ("-c", "from server.cli import main; raise SystemExit(main())", "serve")
+SERVE = ("-c", "from pilotfish.server.cli import main; raise SystemExit(main())", "serve")
 # The server and the load generator share this machine: on two cores, each of them uses one thread.
 DEFAULTS = ("--threads", "1")
 _STOP_SECONDS = 60.0

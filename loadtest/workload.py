@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from client.options import GenerateOptions
+from pilotfish.client.options import GenerateOptions
 
 _SOURCES = (json.decoder, json.encoder, textwrap)
 _MEDIAN, _SPREAD = 160, 0.7  # characters, and the standard deviation of their logarithm

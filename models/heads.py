@@ -1,7 +1,7 @@
 """Trains Medusa heads for the embedded target, and writes the prompts for training its EAGLE head.
 
-    python -m models.heads            # about 10 minutes on one core
-    python -m models.heads --prompts  # only models/.train/prompts.jsonl and held-out.jsonl
+    python -m pilotfish.models.heads            # about 10 minutes on one core
+    python -m pilotfish.models.heads --prompts  # only models/.train/prompts.jsonl and held-out.jsonl
 
 Medusa's heads learn the frozen target's own distribution and are stored in their published layout. The EAGLE head is
 trained by `pilotfish train-draft`, like that of any target, on text that the target generates after these prompts
@@ -20,17 +20,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pilotfish.models import corpus, embedded_medusa, embedded_target
+from pilotfish.models.lessons import continuations, mixed, repeats
+from pilotfish.models.tokens import token_stream
+from pilotfish.models.train import DRAFT, NUM_CONTINUATIONS, POLISH, TARGET, WORK, batches
 from rich.progress import track
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from models import corpus, embedded_medusa, embedded_target
-from models.lessons import continuations, mixed, repeats
-from models.tokens import token_stream
-from models.train import DRAFT, NUM_CONTINUATIONS, POLISH, TARGET, WORK, batches
 
 
 @dataclass(frozen=True)

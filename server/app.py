@@ -15,31 +15,31 @@ from collections.abc import Callable
 
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.types import FinishReason
+from pilotfish.server.admission.admission import Admission
+from pilotfish.server.admission.security import Callers, Quotas
+from pilotfish.server.admission.slow_work import SlowWork
+from pilotfish.server.config import LOOPBACK, ServerConfig
+from pilotfish.server.driver import Driver
+from pilotfish.server.errors import EngineCrashed, Unavailable
+from pilotfish.server.grpc.server import listen, make_server
+from pilotfish.server.grpc.services import ControlService, Health, InferenceService
+from pilotfish.server.http.gateway import HttpServer, gateway
+from pilotfish.server.http.routes import add_adapters, add_generation
+from pilotfish.server.lifecycle import Lifecycle, State
+from pilotfish.server.model import ServedModel, model_name
+from pilotfish.server.queue import AdmissionQueue
+from pilotfish.server.telemetry.kv_events import ZmqKvEvents
+from pilotfish.server.telemetry.logs import PROGRESS
+from pilotfish.server.telemetry.metrics import Exposition, Metrics, watch_lag
+from pilotfish.server.telemetry.tracing import Tracing
+from pilotfish.server.worker.remote import RemoteEngine
+from pilotfish.server.worker.supervisor import Supervisor
+from pilotfish.server.worker.worker import first_of
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from engine.errors import ModelError
-from engine.types import FinishReason
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
-from server.admission.admission import Admission
-from server.admission.security import Callers, Quotas
-from server.admission.slow_work import SlowWork
-from server.config import LOOPBACK, ServerConfig
-from server.driver import Driver
-from server.errors import EngineCrashed, Unavailable
-from server.grpc.server import listen, make_server
-from server.grpc.services import ControlService, Health, InferenceService
-from server.http.gateway import HttpServer, gateway
-from server.http.routes import add_adapters, add_generation
-from server.lifecycle import Lifecycle, State
-from server.model import ServedModel, model_name
-from server.queue import AdmissionQueue
-from server.telemetry.kv_events import ZmqKvEvents
-from server.telemetry.logs import PROGRESS
-from server.telemetry.metrics import Exposition, Metrics, watch_lag
-from server.telemetry.tracing import Tracing
-from server.worker.remote import RemoteEngine
-from server.worker.supervisor import Supervisor
-from server.worker.worker import first_of
 
 logger = logging.getLogger(__name__)
 

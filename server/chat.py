@@ -20,12 +20,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from engine.errors import InvalidRequest, ModelError, shown
-from engine.model.bounded import find_file
-from engine.model.gguf.container import open_gguf
-from engine.model.gguf.tokenizer import chat_template_in, special_tokens_in
-from server.formats.base import Tool
+from pilotfish.engine.errors import InvalidRequest, ModelError, shown
+from pilotfish.engine.model.bounded import find_file
+from pilotfish.engine.model.gguf.container import open_gguf
+from pilotfish.engine.model.gguf.tokenizer import chat_template_in, special_tokens_in
+from pilotfish.server.formats.base import Tool
 
 MAX_TURNS = 200_000  # iterations of all loops plus calls of all macros
 MAX_TEXT = 4 << 20  # characters of a rendered conversation; also items of the result of one `*`

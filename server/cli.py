@@ -10,13 +10,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import shown
-from server import version
+from pilotfish.engine.errors import shown
+from pilotfish.server import version
 
 if TYPE_CHECKING:
-    from server.app import App
-    from server.config import ServerConfig
-    from server.worker.fork_server import ForkServer
+    from pilotfish.server.app import App
+    from pilotfish.server.config import ServerConfig
+    from pilotfish.server.worker.fork_server import ForkServer
 
 logger = logging.getLogger(__name__)
 
@@ -69,15 +69,14 @@ def _problem(error: Exception) -> str:
 
 def serve(arguments: list[str]) -> int:
     """Serve until SIGTERM or SIGINT."""
-    from server.worker.fork_server import ForkServer
+    from pilotfish.server.worker.fork_server import ForkServer
 
     # The fork server starts first: its import of torch takes longer than everything below.
     with ForkServer() as forks:
+        from pilotfish.engine.errors import ModelError
+        from pilotfish.engine.machine.rank import RankInfo
+        from pilotfish.server.config import ServerConfig
         from pydantic import ValidationError
-
-        from engine.errors import ModelError
-        from engine.machine.rank import RankInfo
-        from server.config import ServerConfig
 
         try:
             config = ServerConfig.load(arguments)
@@ -94,7 +93,7 @@ def serve(arguments: list[str]) -> int:
 
 def generate(arguments: list[str]) -> int:
     """Continue a prompt on a running server."""
-    from client import terminal
+    from pilotfish.client import terminal
 
     return terminal.main(arguments)
 
@@ -129,8 +128,8 @@ def quantize(arguments: list[str]) -> int:
     parser.add_argument("--weights", choices=["int8", "int4"], default="int8", help="weight format (default: int8)")
     options = parser.parse_args(arguments)
 
-    from engine.errors import ModelError
-    from engine.model.quantize import save_quantised
+    from pilotfish.engine.errors import ModelError
+    from pilotfish.engine.model.quantize import save_quantised
 
     try:
         save_quantised(options.model, options.revision, options.out, options.weights)
@@ -142,14 +141,13 @@ def quantize(arguments: list[str]) -> int:
 
 
 def _run(config: ServerConfig, forks: ForkServer) -> int:
-    from server.worker.garbage import importing, map_large_blocks, settle
+    from pilotfish.server.worker.garbage import importing, map_large_blocks, settle
 
     with importing():
         import uvloop
-
-        from server.app import App
-        from server.telemetry import logs
-        from server.worker.remote import RemoteEngine
+        from pilotfish.server.app import App
+        from pilotfish.server.telemetry import logs
+        from pilotfish.server.worker.remote import RemoteEngine
 
     def be_ready(app: App) -> None:
         settle()
@@ -173,9 +171,9 @@ def _follow(config: ServerConfig) -> int:
     """Run a shard of the target for the server of rank 0, without front ends, until that server ends."""
     import signal
 
-    from engine.errors import ModelError, RankLost
-    from engine.startup.build import load_shard
-    from server.telemetry import logs
+    from pilotfish.engine.errors import ModelError, RankLost
+    from pilotfish.engine.startup.build import load_shard
+    from pilotfish.server.telemetry import logs
 
     logs.configure(config.log_format)
     try:
@@ -196,10 +194,9 @@ def _show_banner(app: App) -> None:
     if not sys.stderr.isatty():
         logger.info("ready: %s", ", ".join(f"{name} {value}" for name, value in lines))
         return
+    from pilotfish.server.telemetry.logs import CLEAR_LINE
     from rich.console import Console
     from rich.table import Table
-
-    from server.telemetry.logs import CLEAR_LINE
 
     sys.stderr.write(CLEAR_LINE)  # of the progress
     grid = Table.grid(padding=(0, 2))

@@ -12,11 +12,11 @@ import signal
 import time
 from dataclasses import dataclass
 
-from engine.errors import DuplicateRequest, PilotfishError, shown
-from engine.stats import Clock, StepOutput
-from engine.text.stops import NO_ASIDES, Asides
-from engine.types import FinishReason, Request, TokenEvent
-from server.errors import (
+from pilotfish.engine.errors import DuplicateRequest, PilotfishError, shown
+from pilotfish.engine.stats import Clock, StepOutput
+from pilotfish.engine.text.stops import NO_ASIDES, Asides
+from pilotfish.engine.types import FinishReason, Request, TokenEvent
+from pilotfish.server.errors import (
     Aborted,
     AdapterExists,
     DeadlinePassed,
@@ -27,13 +27,13 @@ from server.errors import (
     ResumeRefused,
     Unavailable,
 )
-from server.model import ServedModel
-from server.queue import AdmissionQueue
-from server.recovery import Recovery
-from server.streams.stream import OutputStream
-from server.telemetry.kv_events import ZmqKvEvents
-from server.turns import CallerTurns, Estimates, max_len_of
-from server.worker.supervisor import Supervisor
+from pilotfish.server.model import ServedModel
+from pilotfish.server.queue import AdmissionQueue
+from pilotfish.server.recovery import Recovery
+from pilotfish.server.streams.stream import OutputStream
+from pilotfish.server.telemetry.kv_events import ZmqKvEvents
+from pilotfish.server.turns import CallerTurns, Estimates, max_len_of
+from pilotfish.server.worker.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import PilotfishError
+from pilotfish.engine.errors import PilotfishError
 
 
 class Unavailable(PilotfishError):

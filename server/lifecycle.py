@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
-from server.errors import Unavailable
+from pilotfish.server.errors import Unavailable
 
 
 class State(StrEnum):

@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from engine.config import EngineConfig
-from engine.model.bounded import find_file
-from engine.model.gguf.container import open_gguf
-from engine.params import Guided, SpeculationSettings
-from engine.request.intake import EngineFacts
-from engine.stats import EngineLoad
-from engine.text.codec import Codec, structure_problem
-from engine.types import Adapter, Request
-from models import embedded_draft, embedded_target
-from server.chat import ChatTemplate
-from server.formats.base import ChatFormat
-from server.formats.detect import detect
-from server.formats.reasoning import PlainFormat
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.model.bounded import find_file
+from pilotfish.engine.model.gguf.container import open_gguf
+from pilotfish.engine.params import Guided, SpeculationSettings
+from pilotfish.engine.request.intake import EngineFacts
+from pilotfish.engine.stats import EngineLoad
+from pilotfish.engine.text.codec import Codec, structure_problem
+from pilotfish.engine.types import Adapter, Request
+from pilotfish.models import embedded_draft, embedded_target
+from pilotfish.server.chat import ChatTemplate
+from pilotfish.server.formats.base import ChatFormat
+from pilotfish.server.formats.detect import detect
+from pilotfish.server.formats.reasoning import PlainFormat
 
 
 class EngineView(Protocol):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
 
-from engine.types import Request
-from server.errors import QueueFull
+from pilotfish.engine.types import Request
+from pilotfish.server.errors import QueueFull
 
 SERVICE_SHARE = 0.1  # a request may always wait for this share of its estimated service time
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.params import MAX_PREDICTED_DRAFTS
-from server.streams.stream import OutputStream
+from pilotfish.engine.params import MAX_PREDICTED_DRAFTS
+from pilotfish.server.streams.stream import OutputStream
 
 SUSPECT, GUILTY = 2, 2  # consecutive crashes until a request runs isolated; isolated crashes until it is ended
 _KILLED = 0.5  # weight of a SIGKILL

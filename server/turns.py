@@ -14,11 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from engine.stats import Clock, StepStats
-from engine.types import Request
-from server.model import EngineView
-from server.queue import AdmissionQueue, Outlook
-from server.streams.stream import OutputStream, Timeline
+from pilotfish.engine.stats import Clock, StepStats
+from pilotfish.engine.types import Request
+from pilotfish.server.model import EngineView
+from pilotfish.server.queue import AdmissionQueue, Outlook
+from pilotfish.server.streams.stream import OutputStream, Timeline
 
 
 def max_len_of(request: Request, engine: EngineView) -> int:

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import torch
 import transformers
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.decoder.architecture import architecture_of
+from pilotfish.engine.model.runner import ModelRunner
+from pilotfish.engine.model.text_part import text_part
+from pilotfish.engine.model.unbatched import UnbatchedRunner
+from pilotfish.engine.startup.build import build_engine
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import ModelError
-from engine.model.decoder.architecture import architecture_of
-from engine.model.runner import ModelRunner
-from engine.model.text_part import text_part
-from engine.model.unbatched import UnbatchedRunner
-from engine.startup.build import build_engine
 from tests import fakes, zoo
 from tests.classes import KINDS, tiny
 from tests.families import generate

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from pilotfish.engine.control.adaptive import AdaptiveK
+from pilotfish.engine.control.goodput import Found, Traits
+from pilotfish.engine.control.step_time import StepFeedback
+from pilotfish.engine.kv.pages import PagePool
+from pilotfish.engine.params import SpeculationMode
+from pilotfish.engine.scheduler import Scheduler
+from pilotfish.engine.startup.calibrate import SHAPES
+from pilotfish.engine.step import Work
+from pilotfish.engine.types import Sequence
 
-from engine.control.adaptive import AdaptiveK
-from engine.control.goodput import Found, Traits
-from engine.control.step_time import StepFeedback
-from engine.kv.pages import PagePool
-from engine.params import SpeculationMode
-from engine.scheduler import Scheduler
-from engine.startup.calibrate import SHAPES
-from engine.step import Work
-from engine.types import Sequence
 from tests import fakes
 
 MOST = 8

@@ -9,20 +9,25 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from pilotfish.engine.control.controller import Control
+from pilotfish.engine.control.prefill_budget import PrefillBudget
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.kv.pages import PagePool
+from pilotfish.engine.params import (
+    SamplingParams,
+    SpeculationMode,
+    SpeculationParams,
+    SpeculationSettings,
+    Verification,
+)
+from pilotfish.engine.proposers import ModelProposer, NGramProposer, Proposer, Proposers
+from pilotfish.engine.request.intake import Limits
+from pilotfish.engine.scheduler import Scheduler
+from pilotfish.engine.stats import Clock, StepStats
+from pilotfish.engine.types import FinishedOutput, Logprob, Request
+from pilotfish.engine.types import Sequence as Output
 from torch import Tensor
-
-from engine.control.controller import Control
-from engine.control.prefill_budget import PrefillBudget
-from engine.engine import Engine
-from engine.kv.batch import Feed
-from engine.kv.pages import PagePool
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
-from engine.proposers import ModelProposer, NGramProposer, Proposer, Proposers
-from engine.request.intake import Limits
-from engine.scheduler import Scheduler
-from engine.stats import Clock, StepStats
-from engine.types import FinishedOutput, Logprob, Request
-from engine.types import Sequence as Output
 
 Law = Callable[[tuple[int, ...]], Tensor]  # context -> logits [vocab]
 STALE = -1
@@ -88,7 +93,7 @@ def fake_engine(
     **config: object,
 ) -> Engine:
     """A whole engine around table models."""
-    from engine.config import EngineConfig  # brings pydantic, which the machines of tests/cuda may lack
+    from pilotfish.engine.config import EngineConfig  # brings pydantic, which the machines of tests/cuda may lack
 
     unhurried = {"max_step_ms": 1e9}  # how fast this machine is decides in no test how much a step reads
     settings = EngineConfig(target="table", draft="table" if draft_law else None, **unhurried | config)

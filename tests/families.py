@@ -11,14 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pilotfish.engine.params import (
+    SamplingParams,
+    SpeculationMode,
+    SpeculationParams,
+    SpeculationSettings,
+    Verification,
+)
+from pilotfish.engine.sampling.distribution import draw_rows
+from pilotfish.engine.sampling.noise import LogitsRow, Stream
+from pilotfish.engine.sampling.processors import process
+from pilotfish.engine.types import Request, Sequence
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel
 
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
-from engine.sampling.distribution import draw_rows
-from engine.sampling.noise import LogitsRow, Stream
-from engine.sampling.processors import process
-from engine.types import Request, Sequence
 from tests import zoo
 
 NEW_TOKENS = 20

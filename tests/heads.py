@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.params import SpeculationParams
+from pilotfish.engine.proposers.base import Passed, Proposer
+from pilotfish.engine.proposers.sources import draft_sources
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.stats import Forward
+from pilotfish.engine.step import Work
+from pilotfish.engine.types import Sequence
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.kv.batch import Feed
-from engine.params import SpeculationParams
-from engine.proposers.base import Passed, Proposer
-from engine.proposers.sources import draft_sources
-from engine.startup.build import assemble
-from engine.stats import Forward
-from engine.step import Work
-from engine.types import Sequence
 from tests import fakes, zoo
 
 HIDDEN = 32

@@ -12,22 +12,22 @@ from functools import cache, lru_cache
 from itertools import cycle
 
 import torch
+from pilotfish.engine.attention import paged
+from pilotfish.engine.control.controller import Control
+from pilotfish.engine.device_loop.graph_cache import RoundShape, covering
+from pilotfish.engine.device_loop.layout import DeviceModel
+from pilotfish.engine.device_loop.loop import RoundLoop
+from pilotfish.engine.device_loop.round import RoundOps
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kv.arena import KVArena
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.runner import layout_of_model
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.types import FinishReason, Request, Sequence
 
 from benchmarks.harness.bare import options as bare_options
-from engine.attention import paged
-from engine.control.controller import Control
-from engine.device_loop.graph_cache import RoundShape, covering
-from engine.device_loop.layout import DeviceModel
-from engine.device_loop.loop import RoundLoop
-from engine.device_loop.round import RoundOps
-from engine.engine import Engine
-from engine.kernels import reference
-from engine.kv.arena import KVArena
-from engine.model.decoder.ops import LayerOps
-from engine.model.runner import layout_of_model
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.startup.build import assemble
-from engine.types import FinishReason, Request, Sequence
 from tests import fakes, zoo
 
 PLAIN = RoundOps(paged.attend_plainly, reference.commit)

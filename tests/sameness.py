@@ -18,22 +18,22 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.llm import LLM, CompletionOutput, _Output
+from pilotfish.engine.model.fallback import load_model
+from pilotfish.engine.model.runner import layout_of_model
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from pilotfish.engine.proposers.heads import load_heads
+from pilotfish.engine.proposers.sources import draft_sources
+from pilotfish.engine.proposers.vocab import VocabMap
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.text.codec import Codec
+from pilotfish.engine.types import Logprob, Request, Sequence
+from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.llm import LLM, CompletionOutput, _Output
-from engine.model.fallback import load_model
-from engine.model.runner import layout_of_model
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.proposers.heads import load_heads
-from engine.proposers.sources import draft_sources
-from engine.proposers.vocab import VocabMap
-from engine.startup.build import assemble
-from engine.text.codec import Codec
-from engine.types import Logprob, Request, Sequence
-from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests import adapters, heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints, mtp_checkpoints
 from tests.scripted import ScriptedProposer

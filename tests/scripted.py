@@ -6,10 +6,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from engine.proposers.base import Proposer
-from engine.stats import Forward
-from engine.step import Work
-from engine.types import Sequence
+from pilotfish.engine.proposers.base import Proposer
+from pilotfish.engine.stats import Forward
+from pilotfish.engine.step import Work
+from pilotfish.engine.types import Sequence
 
 Script = Callable[[Sequence, int], Seq[int]]  # (sequence, how many) -> at most that many drafts
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import grpc
 import httpx
+from pilotfish.client import AsyncClient
+from pilotfish.models import embedded_draft, embedded_target
+from pilotfish.server.app import App
+from pilotfish.server.config import ServerConfig
+from pilotfish.server.lifecycle import State
+from pilotfish.server.worker.fork_server import ForkServer
+from pilotfish.server.worker.remote import RemoteEngine
 
-from client import AsyncClient
-from models import embedded_draft, embedded_target
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
-from server.app import App
-from server.config import ServerConfig
-from server.lifecycle import State
-from server.worker.fork_server import ForkServer
-from server.worker.remote import RemoteEngine
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.worker.in_process import InProcess, load_models

@@ -7,22 +7,21 @@ from functools import lru_cache
 from typing import cast
 
 import torch
+from pilotfish.engine.attention import choose
+from pilotfish.engine.attention.registry import ATTENTION_NAME
+from pilotfish.engine.choices import KVType, Rounded, Weights
+from pilotfish.engine.kernels import reference as reference_ops
+from pilotfish.engine.kv.arena import KVArena
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.decoder.families.table import architecture_for
+from pilotfish.engine.model.decoder.latent import expanded
+from pilotfish.engine.model.decoder.load import prepared
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.decoder.weights import WeightReader, converted_by
+from pilotfish.engine.model.fallback import prepare
+from pilotfish.engine.model.runner import ModelRunner, layout_of_model
 from transformers import AutoConfig, AutoModelForCausalLM, FalconForCausalLM, PreTrainedConfig, PreTrainedModel
-
-from engine.attention import choose
-from engine.attention.registry import ATTENTION_NAME
-from engine.choices import KVType, Rounded, Weights
-from engine.kernels import reference as reference_ops
-from engine.kv.arena import KVArena
-from engine.kv.batch import Feed
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.latent import expanded
-from engine.model.decoder.load import prepared
-from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.weights import WeightReader, converted_by
-from engine.model.fallback import prepare
-from engine.model.runner import ModelRunner, layout_of_model
 
 VOCAB = 97
 END = 2

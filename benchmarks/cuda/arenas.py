@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from pilotfish.engine.kernels.paging import Paging, Tuning
 from torch import Tensor
 
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.shapes import Heads
-from engine.kernels.paging import Paging, Tuning
 
 PAGE = 32  # tokens
 _TIMES_CACHE = 4  # size of all arenas together, relative to the cache
@@ -58,7 +58,7 @@ class Arenas:
 
     def calls(self, tuning: Tuning | None = None) -> list[Callable[[], Tensor]]:
         """Return a kernel call per arena; the plans are made once, as the layers of a pass share them."""
-        from engine.kernels import attention, plan  # imported here because it imports Triton
+        from pilotfish.engine.kernels import attention, plan  # imported here because it imports Triton
 
         scale = self.query.shape[2] ** -0.5
         plans = plan.plans_of(self.query, self.kv[0, 0], self.paging, tuning=tuning)

@@ -75,7 +75,7 @@ def ceilings(setting: Setting, section: PartReport) -> None:
 
 
 def _triton() -> tuple[str, ...]:
-    from engine.kernels import has_triton
+    from pilotfish.engine.kernels import has_triton
 
     return ("triton",) if has_triton() else ()
 

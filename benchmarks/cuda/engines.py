@@ -13,6 +13,26 @@ from time import perf_counter
 from typing import cast
 
 import torch
+from pilotfish.engine.device_loop.graph_cache import places_for
+from pilotfish.engine.device_loop.loop import RoundLoop
+from pilotfish.engine.device_loop.round import RoundOps
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kernels.args import Committed, Tracks
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.decoder.families.table import architecture_for
+from pilotfish.engine.model.decoder.load import prepared
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.decoder.weights import WeightReader
+from pilotfish.engine.model.fallback import kv_layout
+from pilotfish.engine.model.runner import layout_of_model
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from pilotfish.engine.sampling import noise
+from pilotfish.engine.sampling.noise import Stream
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.startup.device_loop import ops_on
+from pilotfish.engine.stats import StepStats
+from pilotfish.engine.types import FinishReason, Request
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -20,26 +40,6 @@ from benchmarks.cuda.arenas import PAGE
 from benchmarks.cuda.card import Card, wait
 from benchmarks.cuda.shapes import SHAPES
 from benchmarks.harness.bare import options
-from engine.device_loop.graph_cache import places_for
-from engine.device_loop.loop import RoundLoop
-from engine.device_loop.round import RoundOps
-from engine.engine import Engine
-from engine.kernels import reference
-from engine.kernels.args import Committed, Tracks
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.load import prepared
-from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.weights import WeightReader
-from engine.model.fallback import kv_layout
-from engine.model.runner import layout_of_model
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.sampling import noise
-from engine.sampling.noise import Stream
-from engine.startup.build import assemble
-from engine.startup.device_loop import ops_on
-from engine.stats import StepStats
-from engine.types import FinishReason, Request
 
 CHUNK = 8192  # prompt tokens that a step feeds
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from engine.params import SpeculationMode, Verification
+from pilotfish.engine.params import SpeculationMode, Verification
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig
+    from pilotfish.engine.config import EngineConfig
 
 DEFAULTS: dict[str, Any] = {
     "max_prompt_tokens": None, "max_output_tokens": None, "max_n": 64, "max_stops": 16, "max_stop_length": 256,

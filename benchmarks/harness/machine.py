@@ -15,8 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-
-from engine.machine.threads import most_threads
+from pilotfish.engine.machine.threads import most_threads
 
 _READ_C = Path(__file__).parent / "read.c"
 _SWEEP = 2**28  # bytes per reading of memory: more than caches hold

@@ -12,19 +12,19 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 from numpy.typing import NDArray
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.machine.threads import use_threads
+from pilotfish.engine.model.runner import vocab_size
+from pilotfish.engine.proposers import Proposer
+from pilotfish.engine.proposers.sources import draft_sources
+from pilotfish.engine.startup.build import assemble, load, pick_device
+from pilotfish.engine.startup.calibrate import calibrate
+from pilotfish.engine.stats import Forward
+from pilotfish.engine.step import Work
+from pilotfish.engine.types import Sequence
 
 from benchmarks.harness.synthetic import agreement
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.machine.threads import use_threads
-from engine.model.runner import vocab_size
-from engine.proposers import Proposer
-from engine.proposers.sources import draft_sources
-from engine.startup.build import assemble, load, pick_device
-from engine.startup.calibrate import calibrate
-from engine.stats import Forward
-from engine.step import Work
-from engine.types import Sequence
 
 NAME = "model"  # name of the replayed draft, which replaces a draft model
 

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from pilotfish.engine.stats import StepStats
+from pilotfish.engine.types import Request
+
 from benchmarks.harness.turns import Clock, Turn
-from engine.engine import Engine
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.stats import StepStats
-from engine.types import Request
 
 AUTO = "auto"
 _salts = count()

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
+from pilotfish.engine.errors import InvalidRequest, PilotfishError
+from pilotfish.server.admission.slow_work import SlowWork
+from pilotfish.server.admission.status import refusal
+from pilotfish.server.errors import QueueFull, Unavailable
+from pilotfish.server.grpc.server import parsed, refuse
 
 from deploy.ray.envelope import Status, opened
-from engine.errors import InvalidRequest, PilotfishError
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
-from server.admission.slow_work import SlowWork
-from server.admission.status import refusal
-from server.errors import QueueFull, Unavailable
-from server.grpc.server import parsed, refuse
 
 REMAINING = "pilotfish-remaining-seconds"  # metadata for the replica; a value that the caller sent is removed
 RETRY_SECONDS = 1.0

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import grpc
 from google.protobuf.message import Message
 from google.rpc import status_pb2
-
-from engine.errors import PilotfishError
-from server.admission.status import MAX_MESSAGE, Refusal, clipped, refusal, trailers
+from pilotfish.engine.errors import PilotfishError
+from pilotfish.server.admission.status import MAX_MESSAGE, Refusal, clipped, refusal, trailers
 
 MESSAGE, REFUSED = b"\0", b"\1"
 _RETRY = struct.Struct(">i")  # milliseconds, or -1

@@ -11,26 +11,26 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from pilotfish.engine.errors import InvalidRequest, PilotfishError, Unsupported
+from pilotfish.server.admission.admission import Admission, Remaining
+from pilotfish.server.admission.security import ANYBODY, Callers, Quotas
+from pilotfish.server.admission.slow_work import SlowWork
+from pilotfish.server.config import ServerConfig
+from pilotfish.server.driver import Driver
+from pilotfish.server.grpc import messages
+from pilotfish.server.grpc.services import ControlService
+from pilotfish.server.lifecycle import Lifecycle, State
+from pilotfish.server.model import ServedModel
+from pilotfish.server.queue import AdmissionQueue
+from pilotfish.server.streams.stream import OutputStream
+from pilotfish.server.telemetry.metrics import Metrics
+from pilotfish.server.telemetry.tracing import Tracing
+from pilotfish.server.worker.remote import RemoteEngine
+from pilotfish.server.worker.supervisor import Supervisor
 from prometheus_client import CollectorRegistry
 
 from deploy.ray.edge import REMAINING
 from deploy.ray.envelope import Envelope
-from engine.errors import InvalidRequest, PilotfishError, Unsupported
-from server.admission.admission import Admission, Remaining
-from server.admission.security import ANYBODY, Callers, Quotas
-from server.admission.slow_work import SlowWork
-from server.config import ServerConfig
-from server.driver import Driver
-from server.grpc import messages
-from server.grpc.services import ControlService
-from server.lifecycle import Lifecycle, State
-from server.model import ServedModel
-from server.queue import AdmissionQueue
-from server.streams.stream import OutputStream
-from server.telemetry.metrics import Metrics
-from server.telemetry.tracing import Tracing
-from server.worker.remote import RemoteEngine
-from server.worker.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 

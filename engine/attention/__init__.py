@@ -1,5 +1,5 @@
 """Attention over the K/V arena: one interface, several implementations, one registry."""
 
-from engine.attention.registry import Attend, choose, fitting
+from pilotfish.engine.attention.registry import Attend, choose, fitting
 
 __all__ = ["Attend", "choose", "fitting"]

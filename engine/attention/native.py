@@ -8,15 +8,14 @@ from functools import partial
 from itertools import chain
 
 import torch
+from pilotfish.engine.attention import sdpa
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.kv.arena import is_rounded, width_of
+from pilotfish.engine.kv.batch import RaggedBatch
+from pilotfish.engine.machine.threads import pool_threads
+from pilotfish.engine.native import library
+from pilotfish.engine.native.compiled import BITS, AttentionArgs, function
 from torch import Tensor
-
-from engine.attention import sdpa
-from engine.attention.reference import AttentionSpec
-from engine.kv.arena import is_rounded, width_of
-from engine.kv.batch import RaggedBatch
-from engine.machine.threads import pool_threads
-from engine.native import library
-from engine.native.compiled import BITS, AttentionArgs, function
 
 _LANES = 16  # what a head's size must be a multiple of
 

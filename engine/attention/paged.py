@@ -8,14 +8,13 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from pilotfish.engine.attention import sdpa
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kernels.paging import Paging
+from pilotfish.engine.kv.arena import SCALE_BYTES, floats_of, is_rounded, width_of
+from pilotfish.engine.kv.batch import RaggedBatch
 from torch import Tensor
-
-from engine.attention import sdpa
-from engine.attention.reference import AttentionSpec
-from engine.kernels import reference
-from engine.kernels.paging import Paging
-from engine.kv.arena import SCALE_BYTES, floats_of, is_rounded, width_of
-from engine.kv.batch import RaggedBatch
 
 WIDEST_IN_PROMPTS = 256  # elements of a value
 
@@ -29,7 +28,7 @@ def attend(
     """
     if not reads(k, v):
         return (sdpa.attend_fixed if fixed else sdpa.attend)(query, k, v, batch, spec)
-    from engine.kernels import attention, plan  # both import Triton, which is optional
+    from pilotfish.engine.kernels import attention, plan  # both import Triton, which is optional
 
     value_dim = width_of(v)
     shape = (*query.shape[1:], v.shape[1], value_dim)

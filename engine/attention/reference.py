@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from pilotfish.engine.kv.arena import floats_of, width_of
+from pilotfish.engine.kv.batch import RaggedBatch
 from torch import Tensor
-
-from engine.kv.arena import floats_of, width_of
-from engine.kv.batch import RaggedBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from pilotfish.engine.attention import native, paged, reference, sdpa
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.choices import AttentionKind
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kernels import faults, has_triton, is_interpreted
+from pilotfish.engine.kv.arena import KVArena
+from pilotfish.engine.kv.batch import RaggedBatch
+from pilotfish.engine.native import library
 from torch import Tensor, nn
-
-from engine.attention import native, paged, reference, sdpa
-from engine.attention.reference import AttentionSpec
-from engine.choices import AttentionKind
-from engine.errors import ModelError
-from engine.kernels import faults, has_triton, is_interpreted
-from engine.kv.arena import KVArena
-from engine.kv.batch import RaggedBatch
-from engine.native import library
 
 log = logging.getLogger(__name__)
 

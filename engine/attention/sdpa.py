@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from pilotfish.engine.attention import reference
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.kv.arena import floats_of, width_of
+from pilotfish.engine.kv.batch import RaggedBatch
+from pilotfish.engine.machine.threads import exactly
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-from engine.attention import reference
-from engine.attention.reference import AttentionSpec
-from engine.kv.arena import floats_of, width_of
-from engine.kv.batch import RaggedBatch
-from engine.machine.threads import exactly
 
 
 def attend(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from engine.control.constants import DEPTH_TRIALS, KEEP, SKEW, UNLIKE
-from engine.control.cost_model import Floats
-from engine.params import MAX_PREDICTED_DRAFTS
-from engine.types import Sequence
+from pilotfish.engine.control.constants import DEPTH_TRIALS, KEEP, SKEW, UNLIKE
+from pilotfish.engine.control.cost_model import Floats
+from pilotfish.engine.params import MAX_PREDICTED_DRAFTS
+from pilotfish.engine.types import Sequence
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

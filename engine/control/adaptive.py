@@ -18,16 +18,15 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-
-from engine.control import goodput
-from engine.control.acceptance import Acceptance, Ints, Source
-from engine.control.constants import COMPARING, EXPLORING, HOPE, KEEP, MARGIN, REST
-from engine.control.controller import Control, Speedup, within
-from engine.control.cost_model import ATTENDED, CALL, Floats
-from engine.control.goodput import Choice, Found, Offer, Traits
-from engine.control.step_time import BatchLoad, StepFeedback, StepTime
-from engine.params import SpeculationMode
-from engine.types import Sequence
+from pilotfish.engine.control import goodput
+from pilotfish.engine.control.acceptance import Acceptance, Ints, Source
+from pilotfish.engine.control.constants import COMPARING, EXPLORING, HOPE, KEEP, MARGIN, REST
+from pilotfish.engine.control.controller import Control, Speedup, within
+from pilotfish.engine.control.cost_model import ATTENDED, CALL, Floats
+from pilotfish.engine.control.goodput import Choice, Found, Offer, Traits
+from pilotfish.engine.control.step_time import BatchLoad, StepFeedback, StepTime
+from pilotfish.engine.params import SpeculationMode
+from pilotfish.engine.types import Sequence
 
 
 @dataclass(slots=True)

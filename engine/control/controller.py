@@ -7,10 +7,10 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from engine.control.constants import KEEP
-from engine.control.step_time import StepFeedback, StepTime
-from engine.params import SpeculationMode
-from engine.types import Sequence
+from pilotfish.engine.control.constants import KEEP
+from pilotfish.engine.control.step_time import StepFeedback, StepTime
+from pilotfish.engine.params import SpeculationMode
+from pilotfish.engine.types import Sequence
 
 
 class Speedup:

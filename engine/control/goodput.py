@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-
-from engine.control.acceptance import Bools, Ints
-from engine.control.cost_model import ASKED, ATTENDED, CONTEXT, CostModel, Floats, quantities
-from engine.control.step_time import BatchLoad
-from engine.types import Sequence
+from pilotfish.engine.control.acceptance import Bools, Ints
+from pilotfish.engine.control.cost_model import ASKED, ATTENDED, CONTEXT, CostModel, Floats, quantities
+from pilotfish.engine.control.step_time import BatchLoad
+from pilotfish.engine.types import Sequence
 
 
 class Found(NamedTuple):

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from engine.control.controller import Control
-from engine.machine.threads import most_threads
-from engine.native.compiled import fingerprint
+from pilotfish.engine.control.controller import Control
+from pilotfish.engine.machine.threads import most_threads
+from pilotfish.engine.native.compiled import fingerprint
 
 if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
-    from engine.config import EngineConfig
+    from pilotfish.engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 

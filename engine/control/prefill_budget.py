@@ -6,8 +6,8 @@ import math
 import sys
 from collections.abc import Sequence as Seq
 
-from engine.control.constants import AIM, ALONE
-from engine.control.step_time import StepTime
+from pilotfish.engine.control.constants import AIM, ALONE
+from pilotfish.engine.control.step_time import StepTime
 
 
 class PrefillBudget:

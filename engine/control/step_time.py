@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-
-from engine.control.constants import MOST
-from engine.control.cost_model import CostModel, Floats, quantities
-from engine.params import MAX_NUM_DRAFT
-from engine.types import Sequence
+from pilotfish.engine.control.constants import MOST
+from pilotfish.engine.control.cost_model import CostModel, Floats, quantities
+from pilotfish.engine.params import MAX_NUM_DRAFT
+from pilotfish.engine.types import Sequence
 
 _READING = MAX_NUM_DRAFT + 1  # tokens per sequence: a first pass of a draft model that is fed more is reading a prompt
 

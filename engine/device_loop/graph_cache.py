@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.device_loop.round import Round, Run
-from engine.kernels import faults
-from engine.stats import Clock
+from pilotfish.engine.device_loop.round import Round, Run
+from pilotfish.engine.kernels import faults
+from pilotfish.engine.stats import Clock
 
 if TYPE_CHECKING:  # only attributes are used: a GPU machine without pydantic passes benchmarks/harness/bare.py
-    from engine.config import EngineConfig
-    from engine.device_loop.graphs import Graphs
+    from pilotfish.engine.config import EngineConfig
+    from pilotfish.engine.device_loop.graphs import Graphs
 
 MOST_RECORDED = 256  # shapes; each takes tens of MiB, and tenths of a second at load
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # places of a batch

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from pilotfish.engine.device_loop.round import Drafts, Round, Run
+from pilotfish.engine.device_loop.slots import IDLE
+from pilotfish.engine.kernels.args import Committed
 from torch import Tensor
-
-from engine.device_loop.round import Drafts, Round, Run
-from engine.device_loop.slots import IDLE
-from engine.kernels.args import Committed
 
 A_ROUND = 16 << 20  # maximum bytes that the driver takes for one recorded round: about a kilobyte per kernel
 

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from pilotfish.engine.attention.paged import keys_of
+from pilotfish.engine.device_loop.slots import LENGTH, REJECTS, SEED, TOP_K, DeviceSlots, Tables
+from pilotfish.engine.kernels.args import SamplerRows
+from pilotfish.engine.kernels.paging import Paging, send, tile_of
+from pilotfish.engine.kv.arena import KVArena
+from pilotfish.engine.kv.batch import RaggedBatch
+from pilotfish.engine.sampling.noise import Stream
 from torch import Tensor
 
-from engine.attention.paged import keys_of
-from engine.device_loop.slots import LENGTH, REJECTS, SEED, TOP_K, DeviceSlots, Tables
-from engine.kernels.args import SamplerRows
-from engine.kernels.paging import Paging, send, tile_of
-from engine.kv.arena import KVArena
-from engine.kv.batch import RaggedBatch
-from engine.sampling.noise import Stream
-
 if TYPE_CHECKING:
-    from engine.model.decoder.decoder import DecoderModel
+    from pilotfish.engine.model.decoder.decoder import DecoderModel
 
 _ALIGNED = 4  # rows: inputs of a pass begin at a multiple of 16 bytes; otherwise kernels would be compiled again
 

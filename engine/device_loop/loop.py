@@ -11,13 +11,11 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 import torch
-from torch import Tensor
-
-from engine.control.step_time import StepFeedback
-from engine.device_loop.graph_cache import GraphCache, RoundShape, covering, in_order_of_worth
-from engine.device_loop.graphs import Graphs
-from engine.device_loop.layout import DeviceModel
-from engine.device_loop.results import (
+from pilotfish.engine.control.step_time import StepFeedback
+from pilotfish.engine.device_loop.graph_cache import GraphCache, RoundShape, covering, in_order_of_worth
+from pilotfish.engine.device_loop.graphs import Graphs
+from pilotfish.engine.device_loop.layout import DeviceModel
+from pilotfish.engine.device_loop.results import (
     DeviceSequence,
     DeviceTimer,
     PendingRound,
@@ -27,16 +25,17 @@ from engine.device_loop.results import (
     Rounds,
     no_progress,
 )
-from engine.device_loop.round import Round, RoundOps
-from engine.device_loop.slots import IDLE, MOST_ENDS, DeviceSlots
-from engine.kernels.paging import send
-from engine.kv.batch import Feed
-from engine.model.runner import ModelRunner
-from engine.params import SamplingParams, Verification
-from engine.sampling.distribution import is_truncated
-from engine.stats import Clock
-from engine.step import Work
-from engine.types import Sequence
+from pilotfish.engine.device_loop.round import Round, RoundOps
+from pilotfish.engine.device_loop.slots import IDLE, MOST_ENDS, DeviceSlots
+from pilotfish.engine.kernels.paging import send
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.runner import ModelRunner
+from pilotfish.engine.params import SamplingParams, Verification
+from pilotfish.engine.sampling.distribution import is_truncated
+from pilotfish.engine.stats import Clock
+from pilotfish.engine.step import Work
+from pilotfish.engine.types import Sequence
+from torch import Tensor
 
 
 def serves(sampling: SamplingParams, ends: Seq[int]) -> bool:

@@ -9,13 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from pilotfish.engine.control.step_time import StepFeedback
+from pilotfish.engine.kernels.args import UNSOUND, Committed
+from pilotfish.engine.stats import Clock, Forward
+from pilotfish.engine.step import Work
+from pilotfish.engine.types import Sequence
 from torch import Tensor
-
-from engine.control.step_time import StepFeedback
-from engine.kernels.args import UNSOUND, Committed
-from engine.stats import Clock, Forward
-from engine.step import Work
-from engine.types import Sequence
 
 Progress = Callable[[str], None]  # receives a message for each stage of loading
 

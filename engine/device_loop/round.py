@@ -11,17 +11,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from pilotfish.engine.attention.registry import Attend, Ragged
+from pilotfish.engine.device_loop.layout import DeviceModel, LaidOut, Layout, Pass
+from pilotfish.engine.device_loop.slots import LENGTH, MAX_LENGTH, NUM_DRAFT, REJECTS, DeviceSlots
+from pilotfish.engine.kernels.args import Committed, SamplerRows, Tracks
+from pilotfish.engine.model.runner import logits_of
+from pilotfish.engine.sampling import noise
+from pilotfish.engine.sampling.distribution import draw, probabilities
+from pilotfish.engine.sampling.noise import Stream
+from pilotfish.engine.verify import NO_DRAFT, rejection
 from torch import Tensor
-
-from engine.attention.registry import Attend, Ragged
-from engine.device_loop.layout import DeviceModel, LaidOut, Layout, Pass
-from engine.device_loop.slots import LENGTH, MAX_LENGTH, NUM_DRAFT, REJECTS, DeviceSlots
-from engine.kernels.args import Committed, SamplerRows, Tracks
-from engine.model.runner import logits_of
-from engine.sampling import noise
-from engine.sampling.distribution import draw, probabilities
-from engine.sampling.noise import Stream
-from engine.verify import NO_DRAFT, rejection
 
 Run = Callable[[Tensor, Callable[[], None]], Committed]  # slots, and a callback between drafting and verification
 

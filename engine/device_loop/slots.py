@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import torch
+from pilotfish.engine.kernels.args import Tracks
+from pilotfish.engine.kernels.paging import send
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.sampling.distribution import signed
 from torch import Tensor
-
-from engine.kernels.args import Tracks
-from engine.kernels.paging import send
-from engine.params import SamplingParams
-from engine.sampling.distribution import signed
 
 _ALIGNED = 16  # words, and columns: a kernel would be compiled again for another alignment
 

@@ -217,5 +217,5 @@ def _capability() -> str:
 
 @lru_cache
 def _recorded() -> dict[str, Tuning]:
-    text = (resources.files("engine.kernels") / "tuning.json").read_text("utf-8")
+    text = (resources.files("pilotfish.engine.kernels") / "tuning.json").read_text("utf-8")
     return {key: Tuning(**fields) for key, fields in json.loads(text).items()}

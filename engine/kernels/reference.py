@@ -7,10 +7,7 @@ does not, either.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-
-from engine.kernels.args import (
+from pilotfish.engine.kernels.args import (
     FULL,
     LARGEST,
     LARGEST_CODE,
@@ -24,7 +21,9 @@ from engine.kernels.args import (
     FusedWeights,
     Tracks,
 )
-from engine.kernels.paging import Paging
+from pilotfish.engine.kernels.paging import Paging
+from torch import Tensor
+from torch.nn import functional as F
 
 
 def attend(

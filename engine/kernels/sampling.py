@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from pilotfish.engine.kernels.args import Committed, Drawn, SamplerRows, Tracks
+from pilotfish.engine.kernels.truncation import NEVER, ONCE, Search, clear, find_ends, largest_of, ranks
 from torch import Tensor
-
-from engine.kernels.args import Committed, Drawn, SamplerRows, Tracks
-from engine.kernels.truncation import NEVER, ONCE, Search, clear, find_ends, largest_of, ranks
 
 _BLOCK = 2048  # tokens per program
 

@@ -15,11 +15,10 @@ import mmap
 from dataclasses import dataclass, replace
 
 import torch
+from pilotfish.engine.choices import KVType
+from pilotfish.engine.kernels.reference import round_heads
+from pilotfish.engine.machine.mapped import in_pages
 from torch import Tensor
-
-from engine.choices import KVType
-from engine.kernels.reference import round_heads
-from engine.machine.mapped import in_pages
 
 SCALE_BYTES = 4
 

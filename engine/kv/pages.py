@@ -17,9 +17,9 @@ from collections.abc import Sequence as Seq
 from itertools import count
 from typing import Any
 
-from engine.kv.states import StatePool
-from engine.stats import CacheChange
-from engine.types import KVCursor
+from pilotfish.engine.kv.states import StatePool
+from pilotfish.engine.stats import CacheChange
+from pilotfish.engine.types import KVCursor
 
 Key = tuple[int | None, Any, tuple[int, ...]]  # the fields of a `CacheChange` besides its number
 

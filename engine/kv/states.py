@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from engine.types import EMPTY_STATE, KVCursor, StateSlot
+from pilotfish.engine.types import EMPTY_STATE, KVCursor, StateSlot
 
 
 def slots_per_sequence(*, snapshots: bool) -> int:

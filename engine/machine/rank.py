@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.errors import ModelError
+from pilotfish.engine.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)

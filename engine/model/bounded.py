@@ -5,8 +5,8 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from engine.errors import ModelError
-from engine.model.gguf.container import file_from_hub, gguf_file
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.gguf.container import file_from_hub, gguf_file
 
 _MOST = 1 << 22  # bytes of configs and chat templates; published ones have at most a quarter
 _LARGER = {  # twice those of the largest published, or more

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-
-from engine.attention.registry import ATTENTION_NAME
-from engine.errors import ModelError, PilotfishError
-from engine.model.bounded import check_folder, find_file
-from engine.model.decoder.families.described import described_by
-from engine.model.gguf.container import gguf_file, open_gguf
-from engine.model.gguf.families import config_of
-from engine.model.gguf.tokenizer import chat_template_in
-from engine.model.text_part import text_part
+from pilotfish.engine.attention.registry import ATTENTION_NAME
+from pilotfish.engine.errors import ModelError, PilotfishError
+from pilotfish.engine.model.bounded import check_folder, find_file
+from pilotfish.engine.model.decoder.families.described import described_by
+from pilotfish.engine.model.gguf.container import gguf_file, open_gguf
+from pilotfish.engine.model.gguf.families import config_of
+from pilotfish.engine.model.gguf.tokenizer import chat_template_in
+from pilotfish.engine.model.text_part import text_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

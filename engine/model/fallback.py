@@ -14,16 +14,22 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
+from pilotfish.engine.attention.registry import ATTENTION_NAME, hook
+from pilotfish.engine.kv.arena import KVLayout, LayerKV
+from pilotfish.engine.model.checkpoint import (
+    as_model_error,
+    check_complete,
+    check_size,
+    read_config,
+    read_end_tokens,
+    shape_of,
+)
+from pilotfish.engine.model.published.base import Codes
+from pilotfish.engine.model.published.methods import quantisation_of, read_weights, without_quantisation
+from pilotfish.engine.model.text_part import names_in_whole, without_load_report
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
-
-from engine.attention.registry import ATTENTION_NAME, hook
-from engine.kv.arena import KVLayout, LayerKV
-from engine.model.checkpoint import as_model_error, check_complete, check_size, read_config, read_end_tokens, shape_of
-from engine.model.published.base import Codes
-from engine.model.published.methods import quantisation_of, read_weights, without_quantisation
-from engine.model.text_part import names_in_whole, without_load_report
 
 
 class _Dequantised:

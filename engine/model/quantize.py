@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from pilotfish.engine.choices import Rounded
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.checkpoint import as_model_error, read_config
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.decoder.families.table import architecture_for
+from pilotfish.engine.model.decoder.load import check, prepared, renamed
+from pilotfish.engine.model.decoder.weights import HEAD, TABLE, WeightReader
+from pilotfish.engine.model.published.files import folder_of, read_tensors
+from pilotfish.engine.model.published.methods import CODES, SCALES, quantisation_of
+from pilotfish.engine.model.text_part import names_in_whole
+from pilotfish.engine.native.weights import GroupedCodes
 from safetensors.torch import save_file
 from torch import Tensor
-
-from engine.choices import Rounded
-from engine.errors import ModelError
-from engine.model.checkpoint import as_model_error, read_config
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.load import check, prepared, renamed
-from engine.model.decoder.weights import HEAD, TABLE, WeightReader
-from engine.model.published.files import folder_of, read_tensors
-from engine.model.published.methods import CODES, SCALES, quantisation_of
-from engine.model.text_part import names_in_whole
-from engine.native.weights import GroupedCodes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -8,19 +8,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from pilotfish.engine.attention.registry import Attend, Ragged, running
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.arena import KVArena, KVLayout
+from pilotfish.engine.kv.batch import Feed, RaggedBatch
+from pilotfish.engine.model.checkpoint import end_tokens_of
+from pilotfish.engine.model.decoder.architecture import architecture_of
+from pilotfish.engine.model.linear.grouped import matmul_shape
+from pilotfish.engine.recurrent.arena import StateArena
 from torch import Tensor, nn
 
-from engine.attention.registry import Attend, Ragged, running
-from engine.errors import ModelError
-from engine.kv.arena import KVArena, KVLayout
-from engine.kv.batch import Feed, RaggedBatch
-from engine.model.checkpoint import end_tokens_of
-from engine.model.decoder.architecture import architecture_of
-from engine.model.linear.grouped import matmul_shape
-from engine.recurrent.arena import StateArena
-
 if TYPE_CHECKING:
-    from engine.model.decoder.decoder import Model
+    from pilotfish.engine.model.decoder.decoder import Model
 
 
 class Runner(Protocol):
@@ -78,7 +77,7 @@ def layout_of_model(model: Model) -> KVLayout:
     architecture = architecture_of(model)
     if architecture is not None:
         return KVLayout(architecture.kv[: len(model.model.layers)], model.dtype)  # a draft may have its first ones
-    from engine.model.fallback import kv_layout
+    from pilotfish.engine.model.fallback import kv_layout
 
     return kv_layout(model.config, model.dtype)
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-from engine.native import build
+from pilotfish.engine.native import build
 
 log = logging.getLogger(__name__)
 

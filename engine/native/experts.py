@@ -9,13 +9,12 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
+from pilotfish.engine.machine.threads import pool_threads
+from pilotfish.engine.native.compiled import BITS, fields, function
+from pilotfish.engine.native.matmul import Matrix, PackedMatrix
+from pilotfish.engine.native.weights import ALIGNED
 from torch import Tensor
 from torch.nn import functional as F
-
-from engine.machine.threads import pool_threads
-from engine.native.compiled import BITS, fields, function
-from engine.native.matmul import Matrix, PackedMatrix
-from engine.native.weights import ALIGNED
 
 
 @dataclass(frozen=True, slots=True)

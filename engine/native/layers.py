@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+from pilotfish.engine.machine.threads import pool_threads
+from pilotfish.engine.native.compiled import BITS, AttentionArgs, fields, function
+from pilotfish.engine.native.matmul import Matrix, PackedMatrix
+from pilotfish.engine.native.rows import SILU, Activation, Norm, WeightAndEps
 from torch import Tensor
-
-from engine.machine.threads import pool_threads
-from engine.native.compiled import BITS, AttentionArgs, fields, function
-from engine.native.matmul import Matrix, PackedMatrix
-from engine.native.rows import SILU, Activation, Norm, WeightAndEps
 
 
 class _Joined(ctypes.Structure):

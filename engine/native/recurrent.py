@@ -6,10 +6,9 @@ import ctypes
 from collections.abc import Sequence as Seq
 
 import torch
+from pilotfish.engine.machine.threads import pool_threads
+from pilotfish.engine.native.compiled import BITS, fields, function, library
 from torch import Tensor
-
-from engine.machine.threads import pool_threads
-from engine.native.compiled import BITS, fields, function, library
 
 RULES = ("delta", "mamba1", "conv")  # in the order of recurrent.c
 

@@ -6,10 +6,9 @@ import ctypes
 import math
 
 import torch
+from pilotfish.engine.machine.threads import pool_threads
+from pilotfish.engine.native.compiled import BITS, fields, function, library
 from torch import Tensor
-
-from engine.machine.threads import pool_threads
-from engine.native.compiled import BITS, fields, function, library
 
 _LANES = 16
 WeightAndEps = tuple[Tensor, float]  # weight (float32) and eps of a norm x / sqrt(sum of x^2 + eps) * weight

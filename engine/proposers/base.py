@@ -7,11 +7,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from engine.control.goodput import Found
-from engine.kv.batch import Feed
-from engine.stats import Forward
-from engine.step import Work
-from engine.types import KVCursor, Sequence
+from pilotfish.engine.control.goodput import Found
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.stats import Forward
+from pilotfish.engine.step import Work
+from pilotfish.engine.types import KVCursor, Sequence
 
 
 class Proposer:

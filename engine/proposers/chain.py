@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
+from pilotfish.engine.params import Verification
+from pilotfish.engine.proposers.base import Proposer
+from pilotfish.engine.sampling.distribution import any_truncated, draw, draw_rows, probabilities, samplers_of
+from pilotfish.engine.sampling.noise import LogitsRow, Stream
+from pilotfish.engine.sampling.processors import process
+from pilotfish.engine.stats import Forward
+from pilotfish.engine.step import Work
+from pilotfish.engine.types import Sequence
 from torch import Tensor
-
-from engine.params import Verification
-from engine.proposers.base import Proposer
-from engine.sampling.distribution import any_truncated, draw, draw_rows, probabilities, samplers_of
-from engine.sampling.noise import LogitsRow, Stream
-from engine.sampling.processors import process
-from engine.stats import Forward
-from engine.step import Work
-from engine.types import Sequence
 
 
 @dataclass(slots=True)

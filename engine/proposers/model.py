@@ -6,15 +6,15 @@ import copy
 import itertools
 from typing import TYPE_CHECKING
 
-from engine.control.prefill_budget import PrefillBudget
-from engine.errors import ModelError
-from engine.kv.batch import Feed
-from engine.model.runner import Runner
-from engine.proposers.chain import Chain, ChainProposer, extend
-from engine.stats import Forward
+from pilotfish.engine.control.prefill_budget import PrefillBudget
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.runner import Runner
+from pilotfish.engine.proposers.chain import Chain, ChainProposer, extend
+from pilotfish.engine.stats import Forward
 
 if TYPE_CHECKING:
-    from engine.model.decoder.decoder import DecoderModel
+    from pilotfish.engine.model.decoder.decoder import DecoderModel
 
 
 class ModelProposer(ChainProposer):

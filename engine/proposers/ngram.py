@@ -6,9 +6,9 @@ from collections.abc import Sequence as Seq
 from itertools import cycle, islice
 from weakref import WeakKeyDictionary
 
-from engine.control.goodput import Found
-from engine.proposers.base import Lookup
-from engine.types import Sequence
+from pilotfish.engine.control.goodput import Found
+from pilotfish.engine.proposers.base import Lookup
+from pilotfish.engine.types import Sequence
 
 _MOST_READ = 1024  # tokens indexed per sequence and step: a millisecond with the default sizes
 

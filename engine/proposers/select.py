@@ -10,13 +10,13 @@ from functools import partial
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
-from engine.control.goodput import Found, Traits
-from engine.kv.batch import Feed
-from engine.proposers.base import Lookup, Observer, Passed, Proposer
-from engine.sampling.processors import allowed_prefix
-from engine.stats import Forward
-from engine.step import Step, Work
-from engine.types import AUTO, PREDICTION, Sequence
+from pilotfish.engine.control.goodput import Found, Traits
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.proposers.base import Lookup, Observer, Passed, Proposer
+from pilotfish.engine.sampling.processors import allowed_prefix
+from pilotfish.engine.stats import Forward
+from pilotfish.engine.step import Step, Work
+from pilotfish.engine.types import AUTO, PREDICTION, Sequence
 
 log = logging.getLogger(__name__)
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ModelError
-from engine.model.adapters.peft import CONFIG as ADAPTER_CONFIG
-from engine.model.bounded import find_file
-from engine.model.checkpoint import as_model_error, refuse_missing_folder
-from engine.model.gguf.container import gguf_file
-from engine.model.published.files import tensor_infos
-from engine.proposers.heads.uno import INNER
-from engine.proposers.heads.weights import KIND
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.adapters.peft import CONFIG as ADAPTER_CONFIG
+from pilotfish.engine.model.bounded import find_file
+from pilotfish.engine.model.checkpoint import as_model_error, refuse_missing_folder
+from pilotfish.engine.model.gguf.container import gguf_file
+from pilotfish.engine.model.published.files import tensor_infos
+from pilotfish.engine.proposers.heads.uno import INNER
+from pilotfish.engine.proposers.heads.weights import KIND
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
-    from engine.config import EngineConfig
+    from pilotfish.engine.config import EngineConfig
 
 # Proposers of entries, in the order of `auto`, each with a description of its entry.
 KINDS = {

@@ -15,9 +15,9 @@ from itertools import islice
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from engine.control.goodput import Found
-from engine.proposers.base import Lookup
-from engine.types import Sequence
+from pilotfish.engine.control.goodput import Found
+from pilotfish.engine.proposers.base import Lookup
+from pilotfish.engine.types import Sequence
 
 Pair = tuple[int, int]
 

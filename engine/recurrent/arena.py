@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from pilotfish.engine.kv.batch import RaggedBatch
+from pilotfish.engine.types import StateSpan
 from torch import Tensor, nn
-
-from engine.kv.batch import RaggedBatch
-from engine.types import StateSpan
 
 
 @dataclass(frozen=True, slots=True)

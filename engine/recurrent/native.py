@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from pilotfish.engine.native import recurrent
+from pilotfish.engine.recurrent import rules
+from pilotfish.engine.recurrent.arena import PartSlots
 from torch import Tensor
-
-from engine.native import recurrent
-from engine.recurrent import rules
-from engine.recurrent.arena import PartSlots
 
 
 def conv(slots: PartSlots, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:

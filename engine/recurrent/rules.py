@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from pilotfish.engine.recurrent.arena import PartSlots
 from torch import Tensor
-
-from engine.recurrent.arena import PartSlots
 
 
 def conv(

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.errors import InvalidRequest, Unsupported, shown
-from engine.params import (
+from pilotfish.engine.errors import InvalidRequest, Unsupported, shown
+from pilotfish.engine.params import (
     MAX_PREDICTED_DRAFTS,
     MAX_SEED,
     SamplingParams,
@@ -17,12 +17,12 @@ from engine.params import (
     SpeculationSettings,
     Verification,
 )
-from engine.request.prediction import Prediction, TextAlignment
-from engine.request.validation import emitted_violations, unknown_adapter, violations
-from engine.types import AUTO, Adapter, KVCursor, ReceivedOutput, Request, Sequence
+from pilotfish.engine.request.prediction import Prediction, TextAlignment
+from pilotfish.engine.request.validation import emitted_violations, unknown_adapter, violations
+from pilotfish.engine.types import AUTO, Adapter, KVCursor, ReceivedOutput, Request, Sequence
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
-    from engine.config import EngineConfig
+    from pilotfish.engine.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
-
-from engine.params import MAX_PREDICTED_DRAFTS
-from engine.types import FinishReason
-from engine.types import Sequence as TokenSequence
+from pilotfish.engine.params import MAX_PREDICTED_DRAFTS
+from pilotfish.engine.types import FinishReason
+from pilotfish.engine.types import Sequence as TokenSequence
 
 _CAUTIOUS = 8  # drafts while the position is uncertain
 _CERTAIN = 4  # consecutive matches that make it certain

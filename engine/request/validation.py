@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from engine.errors import ContextExcess, Violation, shown
-from engine.params import MAX_NUM_DRAFT, MAX_SEED, MIN_SEED, Guided, SamplingParams
-from engine.types import Request
+from pilotfish.engine.errors import ContextExcess, Violation, shown
+from pilotfish.engine.params import MAX_NUM_DRAFT, MAX_SEED, MIN_SEED, Guided, SamplingParams
+from pilotfish.engine.types import Request
 
 if TYPE_CHECKING:  # only for types: without pydantic the class differs
-    from engine.config import Bounds
+    from pilotfish.engine.config import Bounds
 
 MAX_SALT_LENGTH = 256  # characters
 MAX_PRIORITY = 100

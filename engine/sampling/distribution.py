@@ -11,14 +11,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
+from pilotfish.engine.kernels import has_triton
+from pilotfish.engine.kernels.args import Drawn, SamplerRows
+from pilotfish.engine.kernels.paging import send_together
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.sampling import noise
+from pilotfish.engine.sampling.noise import LogitsRow
 from torch import Tensor
-
-from engine.kernels import has_triton
-from engine.kernels.args import Drawn, SamplerRows
-from engine.kernels.paging import send_together
-from engine.params import SamplingParams
-from engine.sampling import noise
-from engine.sampling.noise import LogitsRow
 
 TINY = torch.finfo(torch.float32).tiny  # so that no positive temperature rounds to zero
 _HOST = torch.device("cpu")
@@ -69,7 +68,7 @@ def draw(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Dr
     kernel draws, because the noise in torch would take longer than the model's pass.
     """
     if logits.is_cuda and has_triton():
-        from engine.kernels import sampling  # imports Triton
+        from pilotfish.engine.kernels import sampling  # imports Triton
 
         return sampling.choose(logits, samplers, truncated=truncated)
     return choose(logits, samplers, truncated=truncated)

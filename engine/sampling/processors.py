@@ -17,12 +17,11 @@ from functools import partial
 from itertools import groupby
 
 import torch
+from pilotfish.engine.errors import GrammarFault
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.sampling.noise import LogitsRow
+from pilotfish.engine.types import GRAMMAR_TOKENS, Sequence
 from torch import Tensor
-
-from engine.errors import GrammarFault
-from engine.params import SamplingParams
-from engine.sampling.noise import LogitsRow
-from engine.types import GRAMMAR_TOKENS, Sequence
 
 NEVER = float("-inf")
 

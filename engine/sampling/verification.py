@@ -8,18 +8,17 @@ from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 
 import torch
+from pilotfish.engine.kernels.args import SamplerRows
+from pilotfish.engine.kernels.paging import send, send_together
+from pilotfish.engine.params import Verification
+from pilotfish.engine.sampling import noise
+from pilotfish.engine.sampling.distribution import any_truncated, draw, draw_rows, probabilities, samplers_of
+from pilotfish.engine.sampling.logprobs import token_logprobs
+from pilotfish.engine.sampling.noise import LogitsRow, Stream
+from pilotfish.engine.sampling.processors import process
+from pilotfish.engine.step import Work
+from pilotfish.engine.verify import NO_DRAFT, coupled, rejection
 from torch import Tensor
-
-from engine.kernels.args import SamplerRows
-from engine.kernels.paging import send, send_together
-from engine.params import Verification
-from engine.sampling import noise
-from engine.sampling.distribution import any_truncated, draw, draw_rows, probabilities, samplers_of
-from engine.sampling.logprobs import token_logprobs
-from engine.sampling.noise import LogitsRow, Stream
-from engine.sampling.processors import process
-from engine.step import Work
-from engine.verify import NO_DRAFT, coupled, rejection
 
 # By sequence: the number of accepted drafts, and the next token. By row: whether its logits are finite, before and
 # after processing. For all sequences of one rule, from its rows of logits.

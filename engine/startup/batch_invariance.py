@@ -13,24 +13,23 @@ import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from pilotfish.engine.attention import choose
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.arena import KVArena, KVLayout
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.machine.threads import exactly
+from pilotfish.engine.model.decoder.decoder import is_batch_invariant
+from pilotfish.engine.model.decoder.experts import RowProducts
+from pilotfish.engine.model.decoder.latent import HeadProducts
+from pilotfish.engine.model.linear.cuda import Fp8Linear, W4Linear
+from pilotfish.engine.model.linear.experts import FusedExperts
+from pilotfish.engine.model.runner import ModelRunner
+from pilotfish.engine.recurrent.arena import StateArena
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.attention import choose
-from engine.errors import ModelError
-from engine.kv.arena import KVArena, KVLayout
-from engine.kv.batch import Feed
-from engine.machine.threads import exactly
-from engine.model.decoder.decoder import is_batch_invariant
-from engine.model.decoder.experts import RowProducts
-from engine.model.decoder.latent import HeadProducts
-from engine.model.linear.cuda import Fp8Linear, W4Linear
-from engine.model.linear.experts import FusedExperts
-from engine.model.runner import ModelRunner
-from engine.recurrent.arena import StateArena
-
 if TYPE_CHECKING:
-    from engine.model.decoder.decoder import Model
+    from pilotfish.engine.model.decoder.decoder import Model
 
 log = logging.getLogger(__name__)
 

@@ -12,48 +12,46 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 import torch
-
-from engine.choices import Weights
-from engine.control.adaptive import AdaptiveK
-from engine.control.prefill_budget import PrefillBudget
-from engine.device_loop.round import RoundOps
-from engine.engine import Engine
-from engine.errors import ModelError
-from engine.kernels import has_triton, reference
-from engine.kv.arena import KVArena, KVLayout
-from engine.kv.pages import PagePool
-from engine.machine.mapped import ReadProgress, reporting_to
-from engine.machine.rank import RankInfo
-from engine.machine.threads import cores, leave_to_pool, use_threads
-from engine.model.adapters.store import Adapters
-from engine.model.checkpoint import longrope_border, positions, read_config, weights_size
-from engine.model.decoder.decoder import DecoderModel, runs_in_c
-from engine.model.decoder.load import load_decoder
-from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.share import Share
-from engine.model.decoder.stack import Tap
-from engine.model.runner import Runner, end_tokens
-from engine.parallel import Ranks, ShardedRunner, worker_loop
-from engine.proposers import Proposer, Proposers
-from engine.proposers.heads import load_heads
-from engine.proposers.heads.base import Head, HeadContext
-from engine.proposers.sources import DraftSource, draft_sources
-from engine.proposers.vocab import VocabMap
-from engine.request.intake import Limits
-from engine.scheduler import Scheduler
-from engine.startup.batch_invariance import ensure_batch_invariance
-from engine.startup.device_loop import rounds_for, wants_rounds
-from engine.startup.drafters import draft_models, match_vocabularies, model_proposers
-from engine.startup.implementation import Implementation
-from engine.startup.memory import GIB, TARGET, StatePlan, kv_gib
-from engine.startup.precision import held_as
-from engine.startup.runners import LoadedModel, check_allowed
+from pilotfish.engine.choices import Weights
+from pilotfish.engine.control.adaptive import AdaptiveK
+from pilotfish.engine.control.prefill_budget import PrefillBudget
+from pilotfish.engine.device_loop.round import RoundOps
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kernels import has_triton, reference
+from pilotfish.engine.kv.arena import KVArena, KVLayout
+from pilotfish.engine.kv.pages import PagePool
+from pilotfish.engine.machine.mapped import ReadProgress, reporting_to
+from pilotfish.engine.machine.rank import RankInfo
+from pilotfish.engine.machine.threads import cores, leave_to_pool, use_threads
+from pilotfish.engine.model.adapters.store import Adapters
+from pilotfish.engine.model.checkpoint import longrope_border, positions, read_config, weights_size
+from pilotfish.engine.model.decoder.decoder import DecoderModel, runs_in_c
+from pilotfish.engine.model.decoder.load import load_decoder
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.decoder.share import Share
+from pilotfish.engine.model.decoder.stack import Tap
+from pilotfish.engine.model.runner import Runner, end_tokens
+from pilotfish.engine.parallel import Ranks, ShardedRunner, worker_loop
+from pilotfish.engine.proposers import Proposer, Proposers
+from pilotfish.engine.proposers.heads import load_heads
+from pilotfish.engine.proposers.heads.base import Head, HeadContext
+from pilotfish.engine.proposers.sources import DraftSource, draft_sources
+from pilotfish.engine.proposers.vocab import VocabMap
+from pilotfish.engine.request.intake import Limits
+from pilotfish.engine.scheduler import Scheduler
+from pilotfish.engine.startup.batch_invariance import ensure_batch_invariance
+from pilotfish.engine.startup.device_loop import rounds_for, wants_rounds
+from pilotfish.engine.startup.drafters import draft_models, match_vocabularies, model_proposers
+from pilotfish.engine.startup.implementation import Implementation
+from pilotfish.engine.startup.memory import GIB, TARGET, StatePlan, kv_gib
+from pilotfish.engine.startup.precision import held_as
+from pilotfish.engine.startup.runners import LoadedModel, check_allowed
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from pilotfish.engine.config import EngineConfig
+    from pilotfish.engine.model.decoder.decoder import Model
     from transformers import PreTrainedConfig
-
-    from engine.config import EngineConfig
-    from engine.model.decoder.decoder import Model
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +152,7 @@ def _load(
     implementation = Implementation.of(config, described, device)
     log.info("%r: runs in %s", name, implementation)
     if implementation.architecture is None:
-        from engine.model.fallback import load_model
+        from pilotfish.engine.model.fallback import load_model
 
         return load_model(name, revision, held.dtype, device)
     in_rounds = device.type == "cpu" and config.loop == "rounds"  # not supported by our C

@@ -9,10 +9,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from secrets import token_hex
 
-from engine.engine import Engine
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.stats import Clock
-from engine.types import AUTO, FinishReason, Request
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from pilotfish.engine.stats import Clock
+from pilotfish.engine.types import AUTO, FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,36 +18,34 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from engine.choices import Weights
-from engine.config import EngineConfig
-from engine.errors import PilotfishError, one_line
-from engine.kv.arena import KVLayout
-from engine.machine.threads import cores, quota
-from engine.model import checkpoint
-from engine.model.decoder import shapes
-from engine.model.decoder.load import check as check_shapes
-from engine.model.decoder.load import prepared
-from engine.model.linear.grouped import kernel_name
-from engine.model.published.files import read_headers
-from engine.model.published.methods import read_weights, without_quantisation
-from engine.model.text_part import names_in_whole
-from engine.native import instructions
-from engine.params import SpeculationMode
-from engine.proposers.sources import DraftSource, draft_sources
-from engine.proposers.vocab import DraftVocabulary, VocabMap
-from engine.startup import warm
-from engine.startup.build import max_model_len, pages_within, pick_device
-from engine.startup.drafters import read_vocabulary
-from engine.startup.implementation import Implementation
-from engine.startup.memory import GIB, DeviceMemory, kv_gib
-from engine.startup.precision import HeldPrecision, held_as
-from engine.text.codec import Codec
+from pilotfish.engine.choices import Weights
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import PilotfishError, one_line
+from pilotfish.engine.kv.arena import KVLayout
+from pilotfish.engine.machine.threads import cores, quota
+from pilotfish.engine.model import checkpoint
+from pilotfish.engine.model.decoder import shapes
+from pilotfish.engine.model.decoder.load import check as check_shapes
+from pilotfish.engine.model.decoder.load import prepared
+from pilotfish.engine.model.linear.grouped import kernel_name
+from pilotfish.engine.model.published.files import read_headers
+from pilotfish.engine.model.published.methods import read_weights, without_quantisation
+from pilotfish.engine.model.text_part import names_in_whole
+from pilotfish.engine.native import instructions
+from pilotfish.engine.params import SpeculationMode
+from pilotfish.engine.proposers.sources import DraftSource, draft_sources
+from pilotfish.engine.proposers.vocab import DraftVocabulary, VocabMap
+from pilotfish.engine.startup import warm
+from pilotfish.engine.startup.build import max_model_len, pages_within, pick_device
+from pilotfish.engine.startup.drafters import read_vocabulary
+from pilotfish.engine.startup.implementation import Implementation
+from pilotfish.engine.startup.memory import GIB, DeviceMemory, kv_gib
+from pilotfish.engine.startup.precision import HeldPrecision, held_as
+from pilotfish.engine.text.codec import Codec
 
 if TYPE_CHECKING:  # its import takes seconds
+    from pilotfish.engine.model.published.base import Codes
     from transformers import PreTrainedConfig
-
-    from engine.model.published.base import Codes
 
 _READABLE = (PilotfishError, ValueError, RuntimeError, OSError, MemoryError)  # their texts explain the problem
 
@@ -120,7 +118,7 @@ class Facts:
         if held.quantisation is not None:  # also refuses incomplete checkpoints
             weights = read_weights(name, revision, held.quantisation, read_headers)
         if runs_in.share is None or runs_in.architecture is None:
-            from engine.model.fallback import kv_layout, on_meta
+            from pilotfish.engine.model.fallback import kv_layout, on_meta
 
             described = checkpoint.read_config(name, revision, of_transformers=True)
             with checkpoint.as_model_error(name):

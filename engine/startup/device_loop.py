@@ -7,23 +7,22 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import torch
-
-from engine.attention import paged
-from engine.device_loop.graph_cache import allows_rounds
-from engine.device_loop.graphs import Graphs
-from engine.device_loop.layout import DeviceModel
-from engine.device_loop.loop import RoundLoop
-from engine.device_loop.round import RoundOps
-from engine.errors import ModelError
-from engine.kernels import faults, has_triton, reference
-from engine.model.checkpoint import longrope_border, positions
-from engine.model.decoder.decoder import is_batch_invariant
-from engine.model.runner import ModelRunner, Runner
-from engine.startup.memory import graph_budget
-from engine.types import AUTO
+from pilotfish.engine.attention import paged
+from pilotfish.engine.device_loop.graph_cache import allows_rounds
+from pilotfish.engine.device_loop.graphs import Graphs
+from pilotfish.engine.device_loop.layout import DeviceModel
+from pilotfish.engine.device_loop.loop import RoundLoop
+from pilotfish.engine.device_loop.round import RoundOps
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kernels import faults, has_triton, reference
+from pilotfish.engine.model.checkpoint import longrope_border, positions
+from pilotfish.engine.model.decoder.decoder import is_batch_invariant
+from pilotfish.engine.model.runner import ModelRunner, Runner
+from pilotfish.engine.startup.memory import graph_budget
+from pilotfish.engine.types import AUTO
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
-    from engine.config import EngineConfig
+    from pilotfish.engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ def ops_on(device: torch.device) -> RoundOps:
     """The operations of a round: kernels, or plain torch on a CPU, where rounds are only for tests."""
     if device.type == "cpu":
         return RoundOps(paged.attend_plainly, reference.commit)
-    from engine.kernels import sampling  # imports Triton
+    from pilotfish.engine.kernels import sampling  # imports Triton
 
     return RoundOps(paged.attend, sampling.commit)
 

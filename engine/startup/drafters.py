@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
-from engine.control.prefill_budget import PrefillBudget
-from engine.errors import ModelError
-from engine.model.bounded import find_file
-from engine.model.checkpoint import shape_of
-from engine.model.runner import ModelRunner, Runner, end_tokens, vocab_size
-from engine.proposers import ModelProposer, NGramProposer, Proposer, SuffixProposer
-from engine.proposers.model import first_layers
-from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
-from engine.startup.runners import LoadedModel
-from engine.text.codec import TOKENIZER_FILE, Codec
+from pilotfish.engine.control.prefill_budget import PrefillBudget
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.bounded import find_file
+from pilotfish.engine.model.checkpoint import shape_of
+from pilotfish.engine.model.runner import ModelRunner, Runner, end_tokens, vocab_size
+from pilotfish.engine.proposers import ModelProposer, NGramProposer, Proposer, SuffixProposer
+from pilotfish.engine.proposers.model import first_layers
+from pilotfish.engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
+from pilotfish.engine.startup.runners import LoadedModel
+from pilotfish.engine.text.codec import TOKENIZER_FILE, Codec
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from pilotfish.engine.config import EngineConfig
+    from pilotfish.engine.model.decoder.decoder import DecoderModel, Model
+    from pilotfish.engine.model.unbatched import UnbatchedRunner
+    from pilotfish.engine.proposers.sources import DraftSource
     from transformers import PreTrainedConfig
-
-    from engine.config import EngineConfig
-    from engine.model.decoder.decoder import DecoderModel, Model
-    from engine.model.unbatched import UnbatchedRunner
-    from engine.proposers.sources import DraftSource
 
 
 def draft_models(

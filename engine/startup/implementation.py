@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-
-from engine.errors import ModelError
-from engine.kernels import has_triton
-from engine.model.adapters.peft import read_adapter
-from engine.model.decoder.architecture import Architecture
-from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.latent import LatentLayer, expanded
-from engine.model.decoder.share import share_of
-from engine.proposers.heads.uno import adapter_folder
-from engine.proposers.sources import draft_sources
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kernels import has_triton
+from pilotfish.engine.model.adapters.peft import read_adapter
+from pilotfish.engine.model.decoder.architecture import Architecture
+from pilotfish.engine.model.decoder.families.table import architecture_for
+from pilotfish.engine.model.decoder.latent import LatentLayer, expanded
+from pilotfish.engine.model.decoder.share import share_of
+from pilotfish.engine.proposers.heads.uno import adapter_folder
+from pilotfish.engine.proposers.sources import draft_sources
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from pilotfish.engine.config import EngineConfig
     from transformers import PreTrainedConfig
-
-    from engine.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

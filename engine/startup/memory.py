@@ -8,19 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-
-from engine.device_loop.graph_cache import MOST_RECORDED, allows_rounds, in_order_of_worth, places_for
-from engine.device_loop.graphs import A_ROUND, MemoryBudget, MemoryUse
-from engine.errors import ModelError
-from engine.kernels.paging import scratch_bytes
-from engine.kv.states import StatePool, slots_per_sequence
-from engine.recurrent.arena import StateArena, StatePart, bytes_per_slot, parts_of
+from pilotfish.engine.device_loop.graph_cache import MOST_RECORDED, allows_rounds, in_order_of_worth, places_for
+from pilotfish.engine.device_loop.graphs import A_ROUND, MemoryBudget, MemoryUse
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kernels.paging import scratch_bytes
+from pilotfish.engine.kv.states import StatePool, slots_per_sequence
+from pilotfish.engine.recurrent.arena import StateArena, StatePart, bytes_per_slot, parts_of
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from pilotfish.engine.config import EngineConfig
+    from pilotfish.engine.model.decoder.decoder import Model
     from transformers import PreTrainedConfig
-
-    from engine.config import EngineConfig
-    from engine.model.decoder.decoder import Model
 
 log = logging.getLogger(__name__)
 

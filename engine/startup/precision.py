@@ -12,23 +12,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-
-from engine.choices import Weights
-from engine.errors import ModelError
-from engine.kernels import has_triton
-from engine.model.checkpoint import as_model_error, named_type, read_config
-from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.shapes import is_aligned
-from engine.model.decoder.share import share_of
-from engine.model.published.files import tensor_infos
-from engine.model.published.methods import Quantisation, quantisation_of
-from engine.model.quantize import quantised_as
-from engine.native import multiplies
+from pilotfish.engine.choices import Weights
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kernels import has_triton
+from pilotfish.engine.model.checkpoint import as_model_error, named_type, read_config
+from pilotfish.engine.model.decoder.families.table import architecture_for
+from pilotfish.engine.model.decoder.shapes import is_aligned
+from pilotfish.engine.model.decoder.share import share_of
+from pilotfish.engine.model.published.files import tensor_infos
+from pilotfish.engine.model.published.methods import Quantisation, quantisation_of
+from pilotfish.engine.model.quantize import quantised_as
+from pilotfish.engine.native import multiplies
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from pilotfish.engine.config import EngineConfig
     from transformers import PreTrainedConfig
-
-    from engine.config import EngineConfig
 
 Multiplies = Callable[[torch.dtype], bool]
 

@@ -13,22 +13,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.checkpoint import read_config
+from pilotfish.engine.model.fallback import load_model
+from pilotfish.engine.model.quantize import quantised_as
+from pilotfish.engine.model.unbatched import plain_logits, use_own_attention
+from pilotfish.engine.startup.build import build_engine, pick_device
+from pilotfish.engine.types import EMPTY_STATE, StateSpan
 from torch import Tensor
 
-from engine.errors import ModelError
-from engine.kv.batch import Feed
-from engine.model.checkpoint import read_config
-from engine.model.fallback import load_model
-from engine.model.quantize import quantised_as
-from engine.model.unbatched import plain_logits, use_own_attention
-from engine.startup.build import build_engine, pick_device
-from engine.types import EMPTY_STATE, StateSpan
-
 if TYPE_CHECKING:
+    from pilotfish.engine.config import EngineConfig
+    from pilotfish.engine.engine import Engine
     from transformers import PreTrainedModel
-
-    from engine.config import EngineConfig
-    from engine.engine import Engine
 
 _ROWS = 64  # positions per block: a distribution over 262,144 tokens takes a megabyte
 

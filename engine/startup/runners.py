@@ -17,27 +17,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pilotfish.engine.attention import Attend, fitting, native
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.attention.registry import ATTENTION_NAME
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.arena import KVArena, KVLayout
+from pilotfish.engine.kv.batch import Feed, RaggedBatch
+from pilotfish.engine.model.checkpoint import shape_of
+from pilotfish.engine.model.decoder.decoder import DecoderModel, is_batch_invariant
+from pilotfish.engine.model.runner import ModelRunner, Runner, layout_of_model
 from torch import Tensor
 
-from engine.attention import Attend, fitting, native
-from engine.attention.reference import AttentionSpec
-from engine.attention.registry import ATTENTION_NAME
-from engine.errors import ModelError
-from engine.kv.arena import KVArena, KVLayout
-from engine.kv.batch import Feed, RaggedBatch
-from engine.model.checkpoint import shape_of
-from engine.model.decoder.decoder import DecoderModel, is_batch_invariant
-from engine.model.runner import ModelRunner, Runner, layout_of_model
-
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from pilotfish.engine.config import EngineConfig
+    from pilotfish.engine.model.adapters.store import Adapters
+    from pilotfish.engine.model.decoder.decoder import Model
+    from pilotfish.engine.model.unbatched import UnbatchedRunner
+    from pilotfish.engine.proposers.sources import DraftSource
+    from pilotfish.engine.recurrent.arena import StateArena
     from transformers import PreTrainedConfig, PreTrainedModel
-
-    from engine.config import EngineConfig
-    from engine.model.adapters.store import Adapters
-    from engine.model.decoder.decoder import Model
-    from engine.model.unbatched import UnbatchedRunner
-    from engine.proposers.sources import DraftSource
-    from engine.recurrent.arena import StateArena
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +90,7 @@ class LoadedModel:
         if self.attend is not None:
             during: Any = nullcontext if adapters is None else adapters.during
             return ModelRunner(self.model, arena, self.attend, during, states)
-        from engine.model.unbatched import UnbatchedRunner  # imports transformers
+        from pilotfish.engine.model.unbatched import UnbatchedRunner  # imports transformers
 
         return UnbatchedRunner(self.model, arena)  # type: ignore[arg-type]  # no decoder
 
@@ -147,7 +145,7 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
     Raises:
         ModelError: the model fails; the message has the reason.
     """
-    from engine.model.unbatched import plain_logits
+    from pilotfish.engine.model.unbatched import plain_logits
 
     if model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - there is no public way to read it
         raise ModelError(f"{_name(model)} does not use the attention interface, which ragged batches require")
@@ -194,7 +192,7 @@ def _layout_alone(model: PreTrainedModel, reason: str) -> KVLayout:
     Raises:
         ModelError: it cannot run in this way, either.
     """
-    from engine.model.unbatched import TOKENS, UnbatchedRunner, cache_layout, plain_logits, use_own_attention
+    from pilotfish.engine.model.unbatched import TOKENS, UnbatchedRunner, cache_layout, plain_logits, use_own_attention
 
     never = _NEVER.get(model.config.model_type)
     # Problems by model that the self-test does not show, or only as an error of torch.

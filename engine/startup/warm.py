@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from engine.device_loop.results import Progress, no_progress
-from engine.engine import Engine
-from engine.machine.mapped import release_freed
-from engine.params import SamplingParams
-from engine.startup.build import build_engine, pick_device
-from engine.startup.calibrate import Calibration, drafters_of, run
-from engine.text.codec import CALIBRATION_TEXT, Codec
+from pilotfish.engine.device_loop.results import Progress, no_progress
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.machine.mapped import release_freed
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.startup.build import build_engine, pick_device
+from pilotfish.engine.startup.calibrate import Calibration, drafters_of, run
+from pilotfish.engine.text.codec import CALIBRATION_TEXT, Codec
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
-    from engine.config import EngineConfig
+    from pilotfish.engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 

@@ -16,19 +16,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from llguidance import LLMatcher, regex_to_lark
-
-from engine.config import Bounds
-from engine.errors import GrammarFault, InvalidRequest, Violation, shown
-from engine.params import Guided
-from engine.request.validation import structure_field, structure_texts, structure_violations
-from engine.text.codec import Codec
-from engine.text.matcher import CompiledGrammar, GrammarVocabulary, Unrestricted, first_line
-from engine.text.schemas.keywords import parsed, parsed_part
-from engine.text.schemas.numbers import is_library_schema
-from engine.text.schemas.patterns import escaped
-from engine.text.schemas.rules import SchemaRules
-from engine.text.thinking import Budgeted
-from engine.types import Grammar
+from pilotfish.engine.config import Bounds
+from pilotfish.engine.errors import GrammarFault, InvalidRequest, Violation, shown
+from pilotfish.engine.params import Guided
+from pilotfish.engine.request.validation import structure_field, structure_texts, structure_violations
+from pilotfish.engine.text.codec import Codec
+from pilotfish.engine.text.matcher import CompiledGrammar, GrammarVocabulary, Unrestricted, first_line
+from pilotfish.engine.text.schemas.keywords import parsed, parsed_part
+from pilotfish.engine.text.schemas.numbers import is_library_schema
+from pilotfish.engine.text.schemas.patterns import escaped
+from pilotfish.engine.text.schemas.rules import SchemaRules
+from pilotfish.engine.text.thinking import Budgeted
+from pilotfish.engine.types import Grammar
 
 # Without this, the library would allow only the canonical tokenization if only one text can follow.
 _NO_FORCING = '%llguidance {"no_forcing": true}'

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
-
-from engine.errors import GrammarFault, ModelError, Unsupported
-from engine.machine.mapped import release_freed
-from engine.text.codec import Codec, structure_problem
-from engine.types import GRAMMAR_TOKENS
+from pilotfish.engine.errors import GrammarFault, ModelError, Unsupported
+from pilotfish.engine.machine.mapped import release_freed
+from pilotfish.engine.text.codec import Codec, structure_problem
+from pilotfish.engine.types import GRAMMAR_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor

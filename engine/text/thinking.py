@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from engine.params import ThinkingBudget
-from engine.text.codec import Codec
-from engine.types import Grammar, GrammarState
+from pilotfish.engine.params import ThinkingBudget
+from pilotfish.engine.text.codec import Codec
+from pilotfish.engine.types import Grammar, GrammarState
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.machine.threads import cores
+from pilotfish.engine.model.checkpoint import positions, read_config
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.startup.build import pick_device
+from pilotfish.engine.training.eagle3 import Eagle3Shape, TrainedEagle3, config_of, export_head
+from pilotfish.engine.training.store import RunFolder, Schedule, TargetParts, TextPlan, WrittenText
+from pilotfish.engine.training.text import Tokens, Writer, continued, own_prompts
+from pilotfish.engine.training.trainer import HeadTrainer, TrainingStep
 from torch import Tensor
-
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.machine.threads import cores
-from engine.model.checkpoint import positions, read_config
-from engine.params import SamplingParams
-from engine.startup.build import pick_device
-from engine.training.eagle3 import Eagle3Shape, TrainedEagle3, config_of, export_head
-from engine.training.store import RunFolder, Schedule, TargetParts, TextPlan, WrittenText
-from engine.training.text import Tokens, Writer, continued, own_prompts
-from engine.training.trainer import HeadTrainer, TrainingStep
 
 log = logging.getLogger(__name__)
 

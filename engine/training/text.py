@@ -14,21 +14,20 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import ModelError
-from engine.machine.threads import use_threads
-from engine.model.checkpoint import shape_of
-from engine.model.decoder.architecture import architecture_of
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.stack import FINAL, Tap
-from engine.params import SamplingParams, SpeculationMode
-from engine.proposers.base import Passed, Proposer
-from engine.proposers.heads.features import Features
-from engine.startup.build import assemble, load, pick_device
-from engine.training.store import TargetParts, TextPlan, WrittenText
-from engine.types import Request
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.machine.threads import use_threads
+from pilotfish.engine.model.checkpoint import shape_of
+from pilotfish.engine.model.decoder.architecture import architecture_of
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.decoder.stack import FINAL, Tap
+from pilotfish.engine.params import SamplingParams, SpeculationMode
+from pilotfish.engine.proposers.base import Passed, Proposer
+from pilotfish.engine.proposers.heads.features import Features
+from pilotfish.engine.startup.build import assemble, load, pick_device
+from pilotfish.engine.training.store import TargetParts, TextPlan, WrittenText
+from pilotfish.engine.types import Request
 
 Tokens = tuple[int, ...]
 SHORTEST = 8  # minimum tokens of a text

@@ -16,7 +16,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from client import AsyncClient, Delta, GenerateOptions, QueueFullError, RequestFailedError
+from pilotfish.client import AsyncClient, Delta, GenerateOptions, QueueFullError, RequestFailedError
+
 from loadtest.experiments.mischief import MISCHIEF, ChaosContext
 from loadtest.process import ProcessUsage, ServerProcess, engine_of
 

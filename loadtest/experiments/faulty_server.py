@@ -18,23 +18,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvloop
-
-from engine import target_pass
-from engine.config import EngineConfig
-from engine.errors import PilotfishError
-from engine.text.codec import Codec
-from server.app import App
-from server.config import ServerConfig
-from server.grpc import messages
-from server.model import Progress
-from server.streams import stream
-from server.telemetry import logs
-from server.worker import engine_process
-from server.worker.fork_server import ForkServer
-from server.worker.remote import RemoteEngine
+from pilotfish.engine import target_pass
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import PilotfishError
+from pilotfish.engine.text.codec import Codec
+from pilotfish.server.app import App
+from pilotfish.server.config import ServerConfig
+from pilotfish.server.grpc import messages
+from pilotfish.server.model import Progress
+from pilotfish.server.streams import stream
+from pilotfish.server.telemetry import logs
+from pilotfish.server.worker import engine_process
+from pilotfish.server.worker.fork_server import ForkServer
+from pilotfish.server.worker.remote import RemoteEngine
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
+    from pilotfish.engine.engine import Engine
 
 MARK = "fault-"  # followed by the name of a part
 ENGINE = "from loadtest.experiments.faulty_server import run_engine; run_engine()"

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from client import AsyncClient
+from pilotfish.client import AsyncClient
+
 from loadtest.experiments.hostile import CALLS
 from loadtest.process import ServerProcess
 

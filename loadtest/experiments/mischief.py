@@ -15,8 +15,7 @@ from itertools import count
 from random import Random
 
 import grpc
-
-from client import (
+from pilotfish.client import (
     AsyncClient,
     CancelledError,
     DeadlineExceededError,
@@ -25,6 +24,7 @@ from client import (
     ServerFaultError,
     UnavailableError,
 )
+
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
 

@@ -16,7 +16,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
 
-from client import AsyncClient, Delta, GenerateOptions, RequestFailedError
+from pilotfish.client import AsyncClient, Delta, GenerateOptions, RequestFailedError
+
 from loadtest.process import ServerProcess
 
 LONGEST = 120.0  # seconds; the deadline of each request, so that none waits for ever

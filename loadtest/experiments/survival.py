@@ -16,9 +16,9 @@ from statistics import median
 from typing import Any
 
 import httpx
+from pilotfish.client import AsyncClient, Delta, Finished, QueueFullError, RequestFailedError
+from pilotfish.client.options import ChatMessage, Prompt
 
-from client import AsyncClient, Delta, Finished, QueueFullError, RequestFailedError
-from client.options import ChatMessage, Prompt
 from loadtest.process import ServerProcess, engine_of
 
 OPTIONS = ("--max-engine-crashes", "10000", "--max-queue-seconds", "600")

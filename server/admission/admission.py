@@ -9,25 +9,25 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
-from engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation
-from engine.params import Guided
-from engine.text.codec import Codec
-from engine.text.stops import NO_ASIDES
-from engine.types import FinishReason, Request
-from server.admission import check
-from server.admission.check import Prompt, with_structure
-from server.admission.security import Caller, Quotas, Refusals
-from server.admission.slow_work import RETRY_SECONDS, SlowWork, release_turn
-from server.admission.status import refusal
-from server.chat import Conversation
-from server.driver import Driver
-from server.errors import Aborted, QueueFull
-from server.formats.structure import Answer, structure_of
-from server.model import ServedModel
-from server.queue import FairBound
-from server.streams.stream import OutputStream
-from server.telemetry.metrics import Metrics
-from server.telemetry.tracing import Trace, Tracing
+from pilotfish.engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation
+from pilotfish.engine.params import Guided
+from pilotfish.engine.text.codec import Codec
+from pilotfish.engine.text.stops import NO_ASIDES
+from pilotfish.engine.types import FinishReason, Request
+from pilotfish.server.admission import check
+from pilotfish.server.admission.check import Prompt, with_structure
+from pilotfish.server.admission.security import Caller, Quotas, Refusals
+from pilotfish.server.admission.slow_work import RETRY_SECONDS, SlowWork, release_turn
+from pilotfish.server.admission.status import refusal
+from pilotfish.server.chat import Conversation
+from pilotfish.server.driver import Driver
+from pilotfish.server.errors import Aborted, QueueFull
+from pilotfish.server.formats.structure import Answer, structure_of
+from pilotfish.server.model import ServedModel
+from pilotfish.server.queue import FairBound
+from pilotfish.server.streams.stream import OutputStream
+from pilotfish.server.telemetry.metrics import Metrics
+from pilotfish.server.telemetry.tracing import Trace, Tracing
 
 # Returns a request, and its prompt and prediction where they are text; adds violations that it finds to the list.
 Reader: TypeAlias = Callable[[ServedModel, list[Violation]], tuple[Request, Prompt, str | None]]

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeAlias
 
-from engine.errors import ContextExcess, InvalidRequest, Unsupported, Violation, shown
-from engine.params import MAX_SEED, Guided, Verification
-from engine.request.validation import most_prompt_tokens
-from engine.types import Request
-from server.admission.conversation import answer_of, text_of_conversation
-from server.chat import Conversation
-from server.errors import NotFound, ResumeRefused
-from server.formats.structure import Answer, structure_of
-from server.model import ServedModel
+from pilotfish.engine.errors import ContextExcess, InvalidRequest, Unsupported, Violation, shown
+from pilotfish.engine.params import MAX_SEED, Guided, Verification
+from pilotfish.engine.request.validation import most_prompt_tokens
+from pilotfish.engine.types import Request
+from pilotfish.server.admission.conversation import answer_of, text_of_conversation
+from pilotfish.server.chat import Conversation
+from pilotfish.server.errors import NotFound, ResumeRefused
+from pilotfish.server.formats.structure import Answer, structure_of
+from pilotfish.server.model import ServedModel
 
 Prompt: TypeAlias = str | Conversation | None  # None: the request already contains the tokens of its prompt
 

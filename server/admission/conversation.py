@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from engine.config import Bounds
-from engine.errors import InvalidRequest, Unsupported, Violation, shown
-from engine.params import Guided
-from engine.request.validation import structure_field, structure_texts, structure_violations
-from engine.text.guided import rule_of
-from server.chat import ChatMessage, ChatTemplate, Conversation, ToolCall, json_object
-from server.formats.json_text import object_in, value_in
-from server.formats.reasoning import PlainFormat
-from server.formats.structure import Answer
-from server.model import ServedModel
+from pilotfish.engine.config import Bounds
+from pilotfish.engine.errors import InvalidRequest, Unsupported, Violation, shown
+from pilotfish.engine.params import Guided
+from pilotfish.engine.request.validation import structure_field, structure_texts, structure_violations
+from pilotfish.engine.text.guided import rule_of
+from pilotfish.server.chat import ChatMessage, ChatTemplate, Conversation, ToolCall, json_object
+from pilotfish.server.formats.json_text import object_in, value_in
+from pilotfish.server.formats.reasoning import PlainFormat
+from pilotfish.server.formats.structure import Answer
+from pilotfish.server.model import ServedModel
 
 _NO_JSON = "INVALID_JSON"  # key of arguments that are not a JSON object, as agents send them
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")

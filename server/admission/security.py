@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
-from engine.choices import ADAPTER_NAME
-from engine.errors import InvalidRequest, ModelError, Unsupported, shown
-from engine.stats import Clock
-from server.driver import Driver
-from server.errors import Forbidden, QueueFull, QuotaExceeded, Unauthenticated
+from pilotfish.engine.choices import ADAPTER_NAME
+from pilotfish.engine.errors import InvalidRequest, ModelError, Unsupported, shown
+from pilotfish.engine.stats import Clock
+from pilotfish.server.driver import Driver
+from pilotfish.server.errors import Forbidden, QueueFull, QuotaExceeded, Unauthenticated
 
 MIN_TOKEN_LENGTH = 16  # characters
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

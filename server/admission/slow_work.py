@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeVar, TypeVarTuple
 
-from engine.machine.mapped import release_freed
-from server.errors import DeadlinePassed, QueueFull
+from pilotfish.engine.machine.mapped import release_freed
+from pilotfish.server.errors import DeadlinePassed, QueueFull
 
 Args = TypeVarTuple("Args")
 T = TypeVar("T")

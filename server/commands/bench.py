@@ -15,18 +15,17 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from pilotfish.models import corpus
+from pilotfish.server.commands.arguments import Tokens
+from pilotfish.server.config import ServerConfig
 from pydantic import ValidationError
 
-from engine.errors import ModelError
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from models import corpus
-from server.commands.arguments import Tokens
-from server.config import ServerConfig
-
 if TYPE_CHECKING:
-    from engine.engine import Engine
-    from engine.llm import LLM, CompletionOutput
-    from engine.text.codec import Codec
+    from pilotfish.engine.engine import Engine
+    from pilotfish.engine.llm import LLM, CompletionOutput
+    from pilotfish.engine.text.codec import Codec
 
 ERRORS = (ValidationError, ModelError, OSError)
 WAYS = (SpeculationMode.OFF, SpeculationMode.FIXED, SpeculationMode.AUTO)
@@ -67,10 +66,10 @@ class BenchTurn:
 
 def run(arguments: Sequence[str], progress: Callable[[str], None]) -> tuple[str, bool]:
     """Measure and return the table; `progress` receives progress messages."""
-    from engine.llm import LLM
-    from engine.startup import warm
-    from engine.text.codec import Codec
-    from server.model import model_name
+    from pilotfish.engine.llm import LLM
+    from pilotfish.engine.startup import warm
+    from pilotfish.engine.text.codec import Codec
+    from pilotfish.server.model import model_name
 
     own: dict[str, dict[str, Any]] = {
         "tokens": {"type": int, "default": 64},

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from pilotfish.server.config import ServerConfig
 from pydantic import ValidationError
 
-from server.config import ServerConfig
-
 if TYPE_CHECKING:
-    from engine.startup.check import CheckReport
+    from pilotfish.engine.startup.check import CheckReport
 
 
 ERRORS = (ValidationError, OSError)
@@ -26,8 +25,8 @@ Also: --no-load (read only the config files), and --json (print JSON).
 
 def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
     """Return the report as text, and whether the model can be served."""
-    from engine.startup.check import check, collected_problems
-    from server.chat import ChatTemplate
+    from pilotfish.engine.startup.check import check, collected_problems
+    from pilotfish.server.chat import ChatTemplate
 
     flag = {"action": "store_true"}
     asked, config = ServerConfig.load_with("check", _ABOUT, {"no-load": flag, "json": flag}, arguments)

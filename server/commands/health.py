@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from client import Client, RequestFailedError, Tls
+from pilotfish.client import Client, RequestFailedError, Tls
 
 ERRORS = (OSError,)  # certificates that cannot be read
 

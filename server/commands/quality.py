@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ModelError
-from server.commands.arguments import at_least
-from server.config import ServerConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.server.commands.arguments import at_least
+from pilotfish.server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from engine.startup.quality import Quality
+    from pilotfish.engine.startup.quality import Quality
 
 ERRORS = (ModelError, OSError, ValueError)  # a ValidationError is a ValueError, too
 _TOPICS = 40  # of Python's manual
@@ -29,8 +29,8 @@ checkpoint that was saved with quantised weights), and --json (print JSON).
 
 def run(arguments: Sequence[str], progress: Callable[[str], None]) -> tuple[str, bool]:
     """Measure and return the table; `progress` receives progress messages. Raises ValueError if there is no text."""
-    from engine.startup.quality import measure
-    from engine.text.codec import Codec
+    from pilotfish.engine.startup.quality import measure
+    from pilotfish.engine.text.codec import Codec
 
     own: dict[str, dict[str, Any]] = {
         "text": {"type": Path, "action": "append", "default": []},

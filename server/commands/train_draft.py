@@ -10,20 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pilotfish.engine.errors import InvalidRequest, ModelError
+from pilotfish.engine.model.checkpoint import read_config
+from pilotfish.engine.text.codec import Codec
+from pilotfish.engine.training.store import Schedule, TextPlan
+from pilotfish.server.chat import ChatTemplate
+from pilotfish.server.commands.arguments import Tokens, at_least, read_prompts
+from pilotfish.server.config import ServerConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from engine.errors import InvalidRequest, ModelError
-from engine.model.checkpoint import read_config
-from engine.text.codec import Codec
-from engine.training.store import Schedule, TextPlan
-from server.chat import ChatTemplate
-from server.commands.arguments import Tokens, at_least, read_prompts
-from server.config import ServerConfig
-
 if TYPE_CHECKING:
-    from engine.training.run import TrainingJob
-    from engine.training.trainer import TrainingStep
+    from pilotfish.engine.training.run import TrainingJob
+    from pilotfish.engine.training.trainer import TrainingStep
 
 _SMOOTH = 0.03  # weight of the latest loss in the displayed mean
 
@@ -36,7 +35,7 @@ def run(arguments: Sequence[str], _: Callable[[str], None]) -> tuple[str, bool]:
 
     The same command resumes an interrupted run.
     """
-    from engine.training.run import train_draft
+    from pilotfish.engine.training.run import train_draft
 
     job = job_of(arguments)
     with TrainingBars(job.text.texts, job.schedule.steps) as bars:
@@ -62,7 +61,7 @@ def job_of(arguments: Sequence[str]) -> TrainingJob:
 
     Raises ValidationError, ModelError for an unsupported target, or ValueError for invalid prompts.
     """
-    from engine.training.run import TrainingJob
+    from pilotfish.engine.training.run import TrainingJob
 
     text, schedule, number = TextPlan(), Schedule(), at_least(1)
     own: dict[str, dict[str, Any]] = {

@@ -22,8 +22,7 @@ from secrets import token_hex
 from typing import Literal
 
 from grpc import StatusCode
-
-from client import (
+from pilotfish.client import (
     Client,
     Delta,
     Event,
@@ -36,9 +35,9 @@ from client import (
     Tls,
     errors,
 )
-from client.options import SpeculationMode, Verification
-from client.terminal import VARIABLE
-from server.commands.arguments import Tokenize, Tokens, at_least, read_prompts
+from pilotfish.client.options import SpeculationMode, Verification
+from pilotfish.client.terminal import VARIABLE
+from pilotfish.server.commands.arguments import Tokenize, Tokens, at_least, read_prompts
 
 _TEXTS = (
     "def mean(values):\n    total = 0\n    for value in values:\n",

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
-from engine.text.guided import json_rule
-from engine.text.schemas.patterns import escaped
-from engine.text.stops import Asides, StopStrings
-from server.formats.json_text import JsonText
+from pilotfish.engine.text.guided import json_rule
+from pilotfish.engine.text.schemas.patterns import escaped
+from pilotfish.engine.text.stops import Asides, StopStrings
+from pilotfish.server.formats.json_text import JsonText
 
 ANY_OBJECT = '{"type": "object"}'
 

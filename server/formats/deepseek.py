@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from server.formats.base import ChatFormat, Tool, arguments_rule, quoted
-from server.formats.reasoning import Parser, Steps
+from pilotfish.server.formats.base import ChatFormat, Tool, arguments_rule, quoted
+from pilotfish.server.formats.reasoning import Parser, Steps
 
 
 def _mark(name: str) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.errors import ModelError
-from server.formats.base import ChatFormat, ReasoningMarks
-from server.formats.deepseek import DeepSeekFormat
-from server.formats.gemma import GemmaFormat
-from server.formats.harmony import HarmonyFormat
-from server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
-from server.formats.reasoning import PlainFormat
-from server.formats.tagged import GlmFormat, QwenCoderFormat
+from pilotfish.engine.errors import ModelError
+from pilotfish.server.formats.base import ChatFormat, ReasoningMarks
+from pilotfish.server.formats.deepseek import DeepSeekFormat
+from pilotfish.server.formats.gemma import GemmaFormat
+from pilotfish.server.formats.harmony import HarmonyFormat
+from pilotfish.server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
+from pilotfish.server.formats.reasoning import PlainFormat
+from pilotfish.server.formats.tagged import GlmFormat, QwenCoderFormat
 
 # Some contain the markers of others, so the order matters.
 _MARKS = (

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from server.formats.base import ChatFormat, ReasoningMarks, Tool, arguments_rule, quoted
-from server.formats.reasoning import Parser, Steps
+from pilotfish.server.formats.base import ChatFormat, ReasoningMarks, Tool, arguments_rule, quoted
+from pilotfish.server.formats.reasoning import Parser, Steps
 
 
 class _Marks(NamedTuple):

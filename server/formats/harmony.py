@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.text.stops import Asides, StopStrings
-from server.formats.base import ChatFormat, ReasoningMarks, Tool, Trimmed, arguments_rule, without
-from server.formats.reasoning import Parser, Steps
+from pilotfish.engine.text.stops import Asides, StopStrings
+from pilotfish.server.formats.base import ChatFormat, ReasoningMarks, Tool, Trimmed, arguments_rule, without
+from pilotfish.server.formats.reasoning import Parser, Steps
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"

@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.text.guided import json_rule
-from engine.text.schemas.patterns import escaped
-from engine.text.stops import Asides, StopStrings
-from server.formats.base import ChatFormat, Tool, arguments_rule, choices, quoted
-from server.formats.reasoning import Parser, Steps
+from pilotfish.engine.text.guided import json_rule
+from pilotfish.engine.text.schemas.patterns import escaped
+from pilotfish.engine.text.stops import Asides, StopStrings
+from pilotfish.server.formats.base import ChatFormat, Tool, arguments_rule, choices, quoted
+from pilotfish.server.formats.reasoning import Parser, Steps
 
 
 def _head(tool: Tool, key: str) -> str:

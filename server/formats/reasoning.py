@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from engine.errors import InvalidRequest
-from server.formats.base import (
+from pilotfish.engine.errors import InvalidRequest
+from pilotfish.server.formats.base import (
     CallArguments,
     CallStart,
     ChatFormat,
@@ -22,7 +22,7 @@ from server.formats.base import (
     Trimmed,
     num_open,
 )
-from server.formats.json_text import JsonText
+from pilotfish.server.formats.json_text import JsonText
 
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[None, None, _T]  # yields when it needs more text, and never at the end of the text

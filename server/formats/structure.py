@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from engine.params import Guided, ThinkingBudget
-from engine.text.guided import rule_of
-from server.formats.base import ANY_OBJECT, ChatFormat, Tool, arguments_rule, without
+from pilotfish.engine.params import Guided, ThinkingBudget
+from pilotfish.engine.text.guided import rule_of
+from pilotfish.server.formats.base import ANY_OBJECT, ChatFormat, Tool, arguments_rule, without
 
 _ANYTHING = "/(?s:.*)/"
 log = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
-from engine.text.schemas.keywords import WITH_INTEGERS, Branch, parsed
-from engine.text.schemas.patterns import escaped
-from engine.text.schemas.rules import SchemaRules
-from server.formats.base import ChatFormat, Tool, quoted
-from server.formats.json_text import value_in
-from server.formats.reasoning import Parser, Steps
+from pilotfish.engine.text.schemas.keywords import WITH_INTEGERS, Branch, parsed
+from pilotfish.engine.text.schemas.patterns import escaped
+from pilotfish.engine.text.schemas.rules import SchemaRules
+from pilotfish.server.formats.base import ChatFormat, Tool, quoted
+from pilotfish.server.formats.json_text import value_in
+from pilotfish.server.formats.reasoning import Parser, Steps
 
 _FORMAT = "this model's format of calls"
 STRING = frozenset({"string"})

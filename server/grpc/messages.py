@@ -8,9 +8,9 @@ from collections.abc import Sequence as Seq
 from itertools import chain
 from typing import Any, Literal, TypeVar, cast
 
-from engine.config import Bounds
-from engine.errors import Violation
-from engine.params import (
+from pilotfish.engine.config import Bounds
+from pilotfish.engine.errors import Violation
+from pilotfish.engine.params import (
     Guided,
     OutputOptions,
     SamplingParams,
@@ -19,16 +19,17 @@ from engine.params import (
     SpeculationSettings,
     Verification,
 )
-from engine.request.validation import prompt_too_long
-from engine.types import FinishedOutput, Logprob, ReceivedOutput, Request, Resume, TokenEvent
+from pilotfish.engine.request.validation import prompt_too_long
+from pilotfish.engine.types import FinishedOutput, Logprob, ReceivedOutput, Request, Resume, TokenEvent
+from pilotfish.server.admission.check import NO_TOKENS, Prompt
+from pilotfish.server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation, ToolCall
+from pilotfish.server.formats.base import ANY_OBJECT, Tool
+from pilotfish.server.model import ServedModel
+from pilotfish.server.streams.stream import NOTHING_RECEIVED, OutputStream
+from pilotfish.server.turns import max_len_of
+
 from pilotfish.v1 import control_pb2 as control_pb
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.check import NO_TOKENS, Prompt
-from server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation, ToolCall
-from server.formats.base import ANY_OBJECT, Tool
-from server.model import ServedModel
-from server.streams.stream import NOTHING_RECEIVED, OutputStream
-from server.turns import max_len_of
 
 Values = TypeVar("Values", bound=Sized)
 

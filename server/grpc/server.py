@@ -18,13 +18,12 @@ from urllib.parse import unquote
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
-
-from engine.errors import InvalidRequest, PilotfishError
-from server.admission.security import Callers
-from server.admission.slow_work import MAX_MIDDLE_BYTES, SlowWork
-from server.admission.status import MAX_MESSAGE, Refusal, clipped, refusal, trailers
-from server.config import ServerConfig
-from server.errors import Unauthenticated
+from pilotfish.engine.errors import InvalidRequest, PilotfishError
+from pilotfish.server.admission.security import Callers
+from pilotfish.server.admission.slow_work import MAX_MIDDLE_BYTES, SlowWork
+from pilotfish.server.admission.status import MAX_MESSAGE, Refusal, clipped, refusal, trailers
+from pilotfish.server.config import ServerConfig
+from pilotfish.server.errors import Unauthenticated
 
 STREAMS_PER_CONNECTION = 1024  # besides those that can be queued
 KEEPALIVE_SECONDS = 30  # without traffic, after which a client is pinged

@@ -18,28 +18,28 @@ from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pilotfish.engine.errors import InvalidRequest, Unsupported, shown
+from pilotfish.engine.request.validation import unknown_ids
+from pilotfish.engine.stats import Clock
+from pilotfish.engine.text.codec import Codec
+from pilotfish.engine.types import FinishReason
+from pilotfish.server import version
+from pilotfish.server.admission.admission import Admission
+from pilotfish.server.admission.check import require_model
+from pilotfish.server.admission.security import AdapterCalls, Caller, Callers
+from pilotfish.server.admission.slow_work import release_turn
+from pilotfish.server.admission.stalls import stall_limit
+from pilotfish.server.config import ServerConfig
+from pilotfish.server.errors import Forbidden, NotFound
+from pilotfish.server.grpc import messages
+from pilotfish.server.grpc.server import host_of
+from pilotfish.server.lifecycle import Lifecycle, State
+from pilotfish.server.model import ServedModel
+from pilotfish.server.streams.stream import OutputStream
 
-from engine.errors import InvalidRequest, Unsupported, shown
-from engine.request.validation import unknown_ids
-from engine.stats import Clock
-from engine.text.codec import Codec
-from engine.types import FinishReason
 from pilotfish.v1 import control_pb2 as pb
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
 from pilotfish.v1 import generation_pb2 as generation
-from server import version
-from server.admission.admission import Admission
-from server.admission.check import require_model
-from server.admission.security import AdapterCalls, Caller, Callers
-from server.admission.slow_work import release_turn
-from server.admission.stalls import stall_limit
-from server.config import ServerConfig
-from server.errors import Forbidden, NotFound
-from server.grpc import messages
-from server.grpc.server import host_of
-from server.lifecycle import Lifecycle, State
-from server.model import ServedModel
-from server.streams.stream import OutputStream
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # the caller of the current call
 

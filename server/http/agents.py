@@ -12,16 +12,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.errors import InvalidRequest, shown
-from engine.types import FinishedOutput, FinishReason, Request, TokenEvent
-from server.chat import ChatMessage, ToolCall
-from server.errors import Aborted, DeadlinePassed
-from server.formats.base import CallStart, Content, Piece, Reasoning
-from server.http.bodies import OPENAI_TEMPERATURE, GenerationFields, ParsedBody
-from server.http.calls import Answers, Events, Json
-from server.http.pieces import CallReader, call_id
-from server.model import ServedModel
-from server.streams.stream import OutputStream
+from pilotfish.engine.errors import InvalidRequest, shown
+from pilotfish.engine.types import FinishedOutput, FinishReason, Request, TokenEvent
+from pilotfish.server.chat import ChatMessage, ToolCall
+from pilotfish.server.errors import Aborted, DeadlinePassed
+from pilotfish.server.formats.base import CallStart, Content, Piece, Reasoning
+from pilotfish.server.http.bodies import OPENAI_TEMPERATURE, GenerationFields, ParsedBody
+from pilotfish.server.http.calls import Answers, Events, Json
+from pilotfish.server.http.pieces import CallReader, call_id
+from pilotfish.server.model import ServedModel
+from pilotfish.server.streams.stream import OutputStream
 
 ENDED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # without the group of gRPC
 SEPARATOR = "\n\n"  # between joined texts

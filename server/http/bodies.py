@@ -16,10 +16,8 @@ from functools import partial
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
-
-from engine.errors import InvalidRequest, Violation, shown
-from engine.params import (
+from pilotfish.engine.errors import InvalidRequest, Violation, shown
+from pilotfish.engine.params import (
     Guided,
     OutputOptions,
     SamplingParams,
@@ -27,15 +25,15 @@ from engine.params import (
     SpeculationParams,
     Verification,
 )
-from engine.types import ReceivedOutput, Request
-from server.admission.admission import Reader
-from server.admission.check import NO_TOKENS, Prompt
-from server.chat import Conversation
-from server.errors import QueueFull
-from server.formats.base import ANY_OBJECT, Tool
-from server.http.errors import violations
-from server.http.event_ids import parse_event_id
-from server.http.fields import (
+from pilotfish.engine.types import ReceivedOutput, Request
+from pilotfish.server.admission.admission import Reader
+from pilotfish.server.admission.check import NO_TOKENS, Prompt
+from pilotfish.server.chat import Conversation
+from pilotfish.server.errors import QueueFull
+from pilotfish.server.formats.base import ANY_OBJECT, Tool
+from pilotfish.server.http.errors import violations
+from pilotfish.server.http.event_ids import parse_event_id
+from pilotfish.server.http.fields import (
     MAX_BIASES,
     MAX_CHOICES,
     MAX_TEXTS,
@@ -57,8 +55,9 @@ from server.http.fields import (
     at_most,
     text_of,
 )
-from server.model import ServedModel
-from server.streams.stream import NOTHING_RECEIVED
+from pilotfish.server.model import ServedModel
+from pilotfish.server.streams.stream import NOTHING_RECEIVED
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 Input: TypeAlias = str | tuple[int, ...] | Conversation
 

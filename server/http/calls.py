@@ -14,21 +14,20 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
+from pilotfish.engine.errors import PilotfishError
+from pilotfish.engine.types import TokenEvent
+from pilotfish.server.admission.admission import Admission, Remaining
+from pilotfish.server.admission.security import Caller
+from pilotfish.server.admission.stalls import Writes, stall_limit
+from pilotfish.server.errors import Aborted, DeadlinePassed
+from pilotfish.server.http.bodies import ParsedBody
+from pilotfish.server.http.errors import INTERNAL, HttpError, http_error
+from pilotfish.server.http.event_ids import EventIds
+from pilotfish.server.http.gateway import STALLED
+from pilotfish.server.model import ServedModel
+from pilotfish.server.streams.stream import OutputStream
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-
-from engine.errors import PilotfishError
-from engine.types import TokenEvent
-from server.admission.admission import Admission, Remaining
-from server.admission.security import Caller
-from server.admission.stalls import Writes, stall_limit
-from server.errors import Aborted, DeadlinePassed
-from server.http.bodies import ParsedBody
-from server.http.errors import INTERNAL, HttpError, http_error
-from server.http.event_ids import EventIds
-from server.http.gateway import STALLED
-from server.model import ServedModel
-from server.streams.stream import OutputStream
 
 logger = logging.getLogger(__name__)
 

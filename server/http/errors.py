@@ -11,9 +11,8 @@ from typing import Any
 
 import grpc
 from fastapi.responses import JSONResponse
-
-from engine.errors import ContextExcess, InvalidRequest, PilotfishError, Violation, shown
-from server.admission.status import MAX_VIOLATION, clipped, refusal, shortened
+from pilotfish.engine.errors import ContextExcess, InvalidRequest, PilotfishError, Violation, shown
+from pilotfish.server.admission.status import MAX_VIOLATION, clipped, refusal, shortened
 
 _STATUSES = {  # all others: 500
     grpc.StatusCode.INVALID_ARGUMENT: 400,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from engine.errors import InvalidRequest, shown
-from engine.params import MAX_SEED
-from engine.types import ReceivedOutput, Resume, TokenEvent
-from server.streams.stream import MAX_INTERRUPTIONS, NOTHING_RECEIVED
+from pilotfish.engine.errors import InvalidRequest, shown
+from pilotfish.engine.params import MAX_SEED
+from pilotfish.engine.types import ReceivedOutput, Resume, TokenEvent
+from pilotfish.server.streams.stream import MAX_INTERRUPTIONS, NOTHING_RECEIVED
 
 _EVENT_ID = re.compile(
     r"(?P<fingerprint>[0-9a-f]{1,64})-(?P<seed>\d{1,20})-(?P<times>\d{1,6})-(?P<outputs>[0-9a-f:+!,]*)"

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args
 
+from pilotfish.engine.errors import shown
+from pilotfish.engine.params import MAX_SEED, MIN_SEED
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -20,9 +22,6 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
-
-from engine.errors import shown
-from engine.params import MAX_SEED, MIN_SEED
 
 
 def _is_text(value: str) -> str:

@@ -16,20 +16,19 @@ import h11
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
+from pilotfish.engine.errors import PilotfishError, shown
+from pilotfish.server import version
+from pilotfish.server.admission.security import Callers
+from pilotfish.server.config import LOOPBACK, ServerConfig
+from pilotfish.server.driver import Driver
+from pilotfish.server.errors import Forbidden, NotFound, Unauthenticated
+from pilotfish.server.http.errors import HttpError, http_error
+from pilotfish.server.lifecycle import Lifecycle, State
+from pilotfish.server.telemetry.metrics import Exposition
 from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from engine.errors import PilotfishError, shown
-from server import version
-from server.admission.security import Callers
-from server.config import LOOPBACK, ServerConfig
-from server.driver import Driver
-from server.errors import Forbidden, NotFound, Unauthenticated
-from server.http.errors import HttpError, http_error
-from server.lifecycle import Lifecycle, State
-from server.telemetry.metrics import Exposition
 
 PAGE = Path(__file__).resolve().parent / "playground"
 # Files of the page at `/`, which calls the server like any other client. They contain no secrets, so they need no

@@ -11,18 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
-
-from engine.errors import InvalidRequest
-from engine.params import Guided
-from engine.types import FinishedOutput, FinishReason, Request
-from server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation
-from server.formats.json_text import object_in
-from server.http.agents import SEPARATOR, AgentAnswer, AgentBody, AnswerPart, Turns
-from server.http.bodies import FunctionBody, Input, ParsedBody, template_arguments
-from server.http.calls import Json
-from server.http.errors import MESSAGES, HttpError
-from server.http.fields import (
+from pilotfish.engine.errors import InvalidRequest
+from pilotfish.engine.params import Guided
+from pilotfish.engine.types import FinishedOutput, FinishReason, Request
+from pilotfish.server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation
+from pilotfish.server.formats.json_text import object_in
+from pilotfish.server.http.agents import SEPARATOR, AgentAnswer, AgentBody, AnswerPart, Turns
+from pilotfish.server.http.bodies import FunctionBody, Input, ParsedBody, template_arguments
+from pilotfish.server.http.calls import Json
+from pilotfish.server.http.errors import MESSAGES, HttpError
+from pilotfish.server.http.fields import (
     MAX_PARTS,
     TEXT_OR_LIST,
     Body,
@@ -36,8 +34,9 @@ from server.http.fields import (
     goes_with,
     text_of,
 )
-from server.model import ServedModel
-from server.streams.stream import OutputStream
+from pilotfish.server.model import ServedModel
+from pilotfish.server.streams.stream import OutputStream
+from pydantic import Field, model_validator
 
 
 class Block(Body):

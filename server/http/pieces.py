@@ -9,17 +9,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
 
-from engine.types import FinishReason, TokenEvent
-from server.chat import Conversation
-from server.formats.base import (
+from pilotfish.engine.types import FinishReason, TokenEvent
+from pilotfish.server.chat import Conversation
+from pilotfish.server.formats.base import (
     CallStart,
     ChatFormat,
     Content,
     Piece,
     Reasoning,
 )
-from server.formats.reasoning import Parser
-from server.streams.stream import OutputStream
+from pilotfish.server.formats.reasoning import Parser
+from pilotfish.server.streams.stream import OutputStream
 
 TOKENS_PER_TURN = 256  # parsed before other tasks run
 

@@ -15,19 +15,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
-
-from engine.errors import InvalidRequest
-from engine.params import Guided
-from engine.types import FinishedOutput, FinishReason, Request
-from server.chat import MAX_MESSAGES, MAX_TOOLS, Conversation
-from server.formats.base import ANY_OBJECT, Tool
-from server.formats.json_text import object_in
-from server.http.agents import SEPARATOR, AgentAnswer, AgentBody, AnswerPart, Turns
-from server.http.bodies import FunctionBody, Input, ParsedBody, template_arguments
-from server.http.calls import Events, Json
-from server.http.errors import HttpError
-from server.http.fields import (
+from pilotfish.engine.errors import InvalidRequest
+from pilotfish.engine.params import Guided
+from pilotfish.engine.types import FinishedOutput, FinishReason, Request
+from pilotfish.server.chat import MAX_MESSAGES, MAX_TOOLS, Conversation
+from pilotfish.server.formats.base import ANY_OBJECT, Tool
+from pilotfish.server.formats.json_text import object_in
+from pilotfish.server.http.agents import SEPARATOR, AgentAnswer, AgentBody, AnswerPart, Turns
+from pilotfish.server.http.bodies import FunctionBody, Input, ParsedBody, template_arguments
+from pilotfish.server.http.calls import Events, Json
+from pilotfish.server.http.errors import HttpError
+from pilotfish.server.http.fields import (
     MAX_PARTS,
     TEXT_OR_LIST,
     TEXT_OR_OBJECT,
@@ -42,8 +40,9 @@ from server.http.fields import (
     not_served,
     text_of,
 )
-from server.model import ServedModel
-from server.streams.stream import OutputStream
+from pilotfish.server.model import ServedModel
+from pilotfish.server.streams.stream import OutputStream
+from pydantic import Field
 
 
 class ItemPart(Body):

@@ -13,17 +13,14 @@ from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-
-from engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation, shown
-from engine.types import FinishedOutput, TokenEvent
-from server.admission.admission import Admission
-from server.admission.security import AdapterCalls
-from server.admission.slow_work import release_turn
-from server.driver import Driver
-from server.http.bodies import GenerateBody, GenerationFields, ParsedBody, fields_of, read_body
-from server.http.calls import (
+from pilotfish.engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation, shown
+from pilotfish.engine.types import FinishedOutput, TokenEvent
+from pilotfish.server.admission.admission import Admission
+from pilotfish.server.admission.security import AdapterCalls
+from pilotfish.server.admission.slow_work import release_turn
+from pilotfish.server.driver import Driver
+from pilotfish.server.http.bodies import GenerateBody, GenerationFields, ParsedBody, fields_of, read_body
+from pilotfish.server.http.calls import (
     Answers,
     CallerGone,
     Calls,
@@ -33,13 +30,15 @@ from server.http.calls import (
     WholeAnswer,
     unless_gone,
 )
-from server.http.errors import INTERNAL, HttpError, http_error
-from server.http.event_ids import EventIds
-from server.http.fields import Body, Text
-from server.http.messages import ConversationBody, MessagesAnswer, MessagesBody
-from server.http.openai.answers import FINISH_REASONS, ChatAnswers, TextAnswers, fit
-from server.http.openai.bodies import ChatBody, CompletionBody
-from server.http.responses import ResponsesAnswer, ResponsesBody
+from pilotfish.server.http.errors import INTERNAL, HttpError, http_error
+from pilotfish.server.http.event_ids import EventIds
+from pilotfish.server.http.fields import Body, Text
+from pilotfish.server.http.messages import ConversationBody, MessagesAnswer, MessagesBody
+from pilotfish.server.http.openai.answers import FINISH_REASONS, ChatAnswers, TextAnswers, fit
+from pilotfish.server.http.openai.bodies import ChatBody, CompletionBody
+from pilotfish.server.http.responses import ResponsesAnswer, ResponsesBody
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from engine.errors import PilotfishError
-from engine.stats import Clock
-from engine.text.codec import Codec, OutputText
-from engine.text.stops import NO_ASIDES, Asides, StopStrings
-from engine.types import FinishedOutput, FinishReason, ReceivedOutput, Request, Resume, Timing, TokenEvent
-from server.errors import ResumeRefused
+from pilotfish.engine.errors import PilotfishError
+from pilotfish.engine.stats import Clock
+from pilotfish.engine.text.codec import Codec, OutputText
+from pilotfish.engine.text.stops import NO_ASIDES, Asides, StopStrings
+from pilotfish.engine.types import FinishedOutput, FinishReason, ReceivedOutput, Request, Resume, Timing, TokenEvent
+from pilotfish.server.errors import ResumeRefused
 
 
 @dataclass(slots=True)

@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
-
-from engine.stats import CacheChange
+from pilotfish.engine.stats import CacheChange
 
 if TYPE_CHECKING:
     import zmq
+    from pilotfish.server.config import ServerConfig
     from zmq.asyncio import Socket
-
-    from server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import sys
 from datetime import UTC, datetime
 from typing import TextIO
 
-from server.config import LogFormat
+from pilotfish.server.config import LogFormat
 
 PROGRESS = {"is_progress": True}  # `extra` of a record that the next one replaces on a terminal
 CLEAR_LINE = "\r\x1b[K"

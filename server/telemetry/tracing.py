@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine.stats import Clock
-from server import version
-from server.streams.stream import OutputStream
+from pilotfish.engine.stats import Clock
+from pilotfish.server import version
+from pilotfish.server.streams.stream import OutputStream
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer

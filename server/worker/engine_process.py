@@ -22,11 +22,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
-from engine.config import EngineConfig
-from engine.errors import GrammarFault, InvalidRequest, ModelError, Unsupported
-from engine.params import Guided
-from engine.stats import StepOutput
-from engine.types import (
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import GrammarFault, InvalidRequest, ModelError, Unsupported
+from pilotfish.engine.params import Guided
+from pilotfish.engine.stats import StepOutput
+from pilotfish.engine.types import (
     GRAMMAR_TOKENS,
     DraftStats,
     FinishedOutput,
@@ -35,14 +35,14 @@ from engine.types import (
     Request,
     TokenEvent,
 )
-from server.model import Progress
-from server.telemetry import logs
-from server.worker import wire
-from server.worker.garbage import settle
+from pilotfish.server.model import Progress
+from pilotfish.server.telemetry import logs
+from pilotfish.server.worker import wire
+from pilotfish.server.worker.garbage import settle
 
 if TYPE_CHECKING:
-    from engine.engine import Engine
-    from engine.text.guided import GrammarCompiler
+    from pilotfish.engine.engine import Engine
+    from pilotfish.engine.text.guided import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -362,8 +362,8 @@ MakeCompiler = Callable[["Engine", EngineConfig], "GrammarCompiler"]
 
 def compiler_of(engine: Engine, config: EngineConfig) -> GrammarCompiler:
     """Make the compiler of a loaded engine, with its own tokenizer."""
-    from engine.text.codec import Codec
-    from engine.text.guided import GrammarCompiler
+    from pilotfish.engine.text.codec import Codec
+    from pilotfish.engine.text.guided import GrammarCompiler
 
     codec = Codec.load(config.target, config.revision)
     assert codec is not None, "a structure for a model without a tokenizer"
@@ -406,7 +406,7 @@ def serve(link: Link, load: LoadEngine, make_compiler: MakeCompiler = compiler_o
 
 def load_engine(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> Engine:
     """Load the engine only; the front ends load tokenizer and template."""
-    from engine.startup.warm import load
+    from pilotfish.engine.startup.warm import load
 
     return load(config, progress, is_successor=is_successor, defers=True)
 

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from server.errors import EngineCrashed
-from server.worker.garbage import importing, share_one_heap
+from pilotfish.server.errors import EngineCrashed
+from pilotfish.server.worker.garbage import importing, share_one_heap
 
 # What the engine processes run, and what the fork server imports before the first fork.
-ENGINE = "from server.worker.engine_process import main; main()"
-AHEAD = ("server.worker.engine_process", "engine.startup.warm", "engine.text.guided")
+ENGINE = "from pilotfish.server.worker.engine_process import main; main()"
+AHEAD = ("pilotfish.server.worker.engine_process", "pilotfish.engine.startup.warm", "pilotfish.engine.text.guided")
 ANSWER_SECONDS = 10.0  # a fork takes a few milliseconds, longer on a busy machine
 _FORK, _END = b"fork", b"end "  # `end` is followed by the number of the process
 _NUMBER_BYTES = 8
@@ -69,7 +69,7 @@ class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
 
         It imports the modules `ahead`; forked processes run the Python code `source`.
         """
-        program = f"from server.worker.fork_server import main; main({tuple(ahead)!r}, {source!r})"
+        program = f"from pilotfish.server.worker.fork_server import main; main({tuple(ahead)!r}, {source!r})"
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair()
         # `torch.cuda.is_available` may not initialise CUDA in a process that forks.
@@ -152,7 +152,7 @@ def main(ahead: Sequence[str], source: str) -> None:
     with importing():  # a later collection would write to every object, and so copy every shared page
         for module in ahead:
             import_module(module)
-        from engine.machine.mapped import (
+        from pilotfish.engine.machine.mapped import (
             release_libraries,
         )  # importing numpy takes longer than starting a process
     release_libraries()

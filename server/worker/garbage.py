@@ -41,7 +41,7 @@ def freeze_loaded() -> None:
 
 def settle() -> None:
     """Return memory that is not needed after loading to the system, including pages of code that ran once."""
-    from engine.machine.mapped import release_freed, release_libraries  # numpy is imported later
+    from pilotfish.engine.machine.mapped import release_freed, release_libraries  # numpy is imported later
 
     freeze_loaded()
     release_freed()

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-from engine.errors import ModelError
-from engine.params import Guided
-from engine.request.intake import Intake
-from engine.stats import EngineLoad, StepOutput
-from engine.text.codec import CALIBRATION_TEXT
-from engine.types import Adapter, FinishReason, Request, TokenEvent
-from server.config import ServerConfig
-from server.errors import EngineCrashed, EngineHung, RequestFailed, Unavailable
-from server.model import Progress, ServedModel, read_text
-from server.worker import wire
-from server.worker.fork_server import Forked, ForkServer, ForkServerGone
-from server.worker.worker import Standby, Worker
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.params import Guided
+from pilotfish.engine.request.intake import Intake
+from pilotfish.engine.stats import EngineLoad, StepOutput
+from pilotfish.engine.text.codec import CALIBRATION_TEXT
+from pilotfish.engine.types import Adapter, FinishReason, Request, TokenEvent
+from pilotfish.server.config import ServerConfig
+from pilotfish.server.errors import EngineCrashed, EngineHung, RequestFailed, Unavailable
+from pilotfish.server.model import Progress, ServedModel, read_text
+from pilotfish.server.worker import wire
+from pilotfish.server.worker.fork_server import Forked, ForkServer, ForkServerGone
+from pilotfish.server.worker.worker import Standby, Worker
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import logging
 import time
 from collections import deque
 
-from engine.stats import Clock
-from server.lifecycle import Lifecycle, State
-from server.telemetry.metrics import Metrics
-from server.worker.remote import RemoteEngine
-from server.worker.worker import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, first_of
+from pilotfish.engine.stats import Clock
+from pilotfish.server.lifecycle import Lifecycle, State
+from pilotfish.server.telemetry.metrics import Metrics
+from pilotfish.server.worker.remote import RemoteEngine
+from pilotfish.server.worker.worker import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, first_of
 
 logger = logging.getLogger(__name__)
 

@@ -13,15 +13,14 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias, get_args
 
 import msgspec
-
-from engine.config import Bounds
-from engine.errors import InvalidRequest, ModelError, PilotfishError, Unsupported, Violation
-from engine.params import Guided
-from engine.request.intake import EngineFacts
-from engine.stats import EngineLoad, StepOutput
-from engine.types import FinishReason, Request
-from server.config import LogFormat
-from server.errors import RequestFailed
+from pilotfish.engine.config import Bounds
+from pilotfish.engine.errors import InvalidRequest, ModelError, PilotfishError, Unsupported, Violation
+from pilotfish.engine.params import Guided
+from pilotfish.engine.request.intake import EngineFacts
+from pilotfish.engine.stats import EngineLoad, StepOutput
+from pilotfish.engine.types import FinishReason, Request
+from pilotfish.server.config import LogFormat
+from pilotfish.server.errors import RequestFailed
 
 _LENGTH_BYTES = 4  # big-endian, of the payload that follows: the index of its kind in `_KINDS`, and the message
 MOST_ORDER_BYTES = 64 << 20  # limit of a message without log-probabilities: prompts, structures, a step's tokens

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from engine.errors import ModelError
-from engine.stats import StepOutput
-from server.errors import EngineCrashed, EngineHung
-from server.model import Progress
-from server.worker import wire
-from server.worker.fork_server import Forked
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.stats import StepOutput
+from pilotfish.server.errors import EngineCrashed, EngineHung
+from pilotfish.server.model import Progress
+from pilotfish.server.worker import wire
+from pilotfish.server.worker.fork_server import Forked
 
 logger = logging.getLogger(__name__)
 

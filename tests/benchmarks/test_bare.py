@@ -106,7 +106,7 @@ def test_a_dry_run_of_first_light_writes_every_section(tmp_path):
 
 
 def test_bare_options_are_those_of_the_engine() -> None:
-    config = pytest.importorskip("engine.config", reason="the engine's options need pydantic")
+    config = pytest.importorskip("pilotfish.engine.config", reason="the engine's options need pydantic")
     fields = {
         name: field.get_default(call_default_factory=True)
         for name, field in config.EngineConfig.model_fields.items()

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine
+from pilotfish import engine
 from tests.card.graph import ONLY_ALLOCATES, Capture, mapped, tensors_of
 from tests.card.memory import poison
 

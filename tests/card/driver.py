@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.sampling.distribution import choose
 
-from engine.kernels import reference
-from engine.model.decoder.ops import LayerOps
-from engine.sampling.distribution import choose
 from tests.card.card import Card, Host
 from tests.card.graph import Capture, Graph
 from tests.card.memory import Pool
@@ -114,7 +114,7 @@ def here(clock: Callable[[], float] = time.perf_counter, *, interprets: bool = F
 
 
 def _use_references(patch: pytest.MonkeyPatch, card: Card) -> None:
-    from engine.kernels import attention, experts, plan, rows, sampling
+    from pilotfish.engine.kernels import attention, experts, plan, rows, sampling
 
     attend = card.kernel(reference.attend)
     patch.setattr(plan, "plans_of", lambda *_, **__: None)

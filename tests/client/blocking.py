@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from contextlib import contextmanager
 
-import client
+from pilotfish import client
 
 
 class Blocking:

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
+from pilotfish.client import terminal
 
-from client import terminal
 from pilotfish.v1 import generation_pb2 as pb
 from tests.client.fake_server import FINISHED, invalid, refusal
 
 LOGPROB = pb.TokenLogprob(logprob=-0.5, top=[pb.Candidate(token_id=3, logprob=-0.5)])
-COMMAND = [sys.executable, "-c", "import sys; from client.terminal import main; sys.exit(main(sys.argv[1:]))"]
+COMMAND = [sys.executable, "-c", "import sys; from pilotfish.client.terminal import main; sys.exit(main(sys.argv[1:]))"]
 
 
 def generate(fake, *arguments):

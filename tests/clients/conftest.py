@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 
 import httpx
 import pytest
+from pilotfish.client import Client
 
-from client import Client
 from loadtest.process import ServerProcess
 
 

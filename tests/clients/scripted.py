@@ -11,13 +11,14 @@ import json
 import re
 import sys
 
-from engine.config import EngineConfig
-from engine.text.codec import Codec
-from engine.types import FinishReason, Request
-from models import embedded_target
-from server.app import App
-from server.config import ServerConfig
-from server.model import ServedModel, read_text
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.text.codec import Codec
+from pilotfish.engine.types import FinishReason, Request
+from pilotfish.models import embedded_target
+from pilotfish.server.app import App
+from pilotfish.server.config import ServerConfig
+from pilotfish.server.model import ServedModel, read_text
+
 from tests.server.fake_engine import EOS, FakeEngine, Live
 from tests.server.worker import in_process
 

@@ -7,10 +7,10 @@ from functools import lru_cache
 
 import pytest
 import torch
+from pilotfish.engine.attention.registry import choose
+from pilotfish.engine.startup.memory import kv_gib
 
 from benchmarks.harness.bare import options as bare_options
-from engine.attention.registry import choose
-from engine.startup.memory import kv_gib
 from tests import fakes, zoo
 from tests.engine.device_loop.test_round import run_and_check
 from tests.interpreting import DEVICE
@@ -18,8 +18,9 @@ from tests.loops import AnyK, asking, engine_of, request, steps_without_waiting
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.kernels import attention, reference, rows
-from engine.model.decoder.ops import LayerOps
+from pilotfish.engine.kernels import attention, reference, rows
+from pilotfish.engine.model.decoder.ops import LayerOps
+
 from tests.kernels.test_attention import alone, problem
 
 pytestmark = pytest.mark.cuda
@@ -126,9 +127,9 @@ def test_stand_ins(family):
 
 
 def logits_of(model, attention="auto"):
-    from engine.kv.arena import KVArena
-    from engine.kv.batch import Feed
-    from engine.model.runner import ModelRunner, layout_of_model
+    from pilotfish.engine.kv.arena import KVArena
+    from pilotfish.engine.kv.batch import Feed
+    from pilotfish.engine.model.runner import ModelRunner, layout_of_model
 
     arena = KVArena(layout_of_model(model), 3, 64, model.device)
     runner = ModelRunner(model, arena, choose(attention, model.device))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 from compose_spec import PyOptions, parse_duration
+from pilotfish.server.app import LAST_MESSAGES_SECONDS
+from pilotfish.server.config import ServerConfig
+from pilotfish.server.http.gateway import LAST_RESPONSES_SECONDS
 
-from server.app import LAST_MESSAGES_SECONDS
-from server.config import ServerConfig
-from server.http.gateway import LAST_RESPONSES_SECONDS
 from tests.deploy.dockerfile import DOCKERFILE, stages
 from tests.deploy.prometheus import DEPLOY, FOLDER
 

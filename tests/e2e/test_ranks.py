@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from pilotfish.engine.llm import LLM
+from pilotfish.engine.params import SamplingParams
+from pilotfish.models import embedded_target
 
-import client
-from engine.llm import LLM
-from engine.params import SamplingParams
 from examples.demo import free_ports
-from models import embedded_target
+from pilotfish import client
 
-PROGRAM = "from server.cli import main; raise SystemExit(main())"
+PROGRAM = "from pilotfish.server.cli import main; raise SystemExit(main())"
 OPTIONS = ("--tensor-parallel-size", "2", "--max-model-len", "1000", "--warm-up-seconds", "0", "--speculation", "fixed")
 PROMPT = "def mean(values):\n"
 SIZE = 2

@@ -6,14 +6,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
-from engine.attention import choose, native, paged, reference, registry, sdpa
-from engine.attention.reference import AttentionSpec
-from engine.errors import ModelError
-from engine.kernels.reference import round_heads
-from engine.kv.arena import floats_of
-from engine.kv.batch import Feed, RaggedBatch
-from engine.machine.threads import exactly
+from pilotfish.engine.attention import choose, native, paged, reference, registry, sdpa
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kernels.reference import round_heads
+from pilotfish.engine.kv.arena import floats_of
+from pilotfish.engine.kv.batch import Feed, RaggedBatch
+from pilotfish.engine.machine.threads import exactly
 
 
 def _problem(seed: int, lens: list[tuple[int, int]], page: int, kv_heads: int, group: int, dim: int, longest: int = 64):

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pilotfish.engine.control.adaptive import AdaptiveK
+from pilotfish.engine.control.constants import KEEP
+from pilotfish.engine.errors import DuplicateRequest, InvalidRequest, Unsupported
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
+from pilotfish.engine.proposers.select import GIVE_UP_AFTER
+from pilotfish.engine.types import FinishReason, Request, Sequence
 
-from engine.control.adaptive import AdaptiveK
-from engine.control.constants import KEEP
-from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
-from engine.proposers.select import GIVE_UP_AFTER
-from engine.types import FinishReason, Request, Sequence
 from tests import fakes
 from tests.scripted import ScriptedProposer
 
@@ -297,8 +297,8 @@ def test_unknown_proposer_and_live_id() -> None:
 def test_an_engine_that_served_nobody_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A standby, which is always idle, must not overwrite what the engine beside it has learned."""
     saved: list[object] = []
-    monkeypatch.setattr("engine.engine.learned.keep", lambda *_: saved.append(1))
-    monkeypatch.setattr("engine.engine.learned.recall", lambda *_: True)
+    monkeypatch.setattr("pilotfish.engine.engine.learned.keep", lambda *_: saved.append(1))
+    monkeypatch.setattr("pilotfish.engine.engine.learned.recall", lambda *_: True)
     engine = engine_with(clock=itertools.count(step=1000).__next__)
     engine.recall()
     engine.idle_tick()

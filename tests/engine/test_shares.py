@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pilotfish.engine import turns as shares
+from pilotfish.engine.control.prefill_budget import PrefillBudget
+from pilotfish.engine.control.step_time import StepFeedback
+from pilotfish.engine.kv.pages import PagePool
+from pilotfish.engine.scheduler import Scheduler
+from pilotfish.engine.startup.warm import make_ready
+from pilotfish.engine.step import Work
+from pilotfish.engine.turns import TURN, Shares, equal_parts
+from pilotfish.engine.types import Sequence
 
-from engine import turns as shares
-from engine.control.prefill_budget import PrefillBudget
-from engine.control.step_time import StepFeedback
-from engine.kv.pages import PagePool
-from engine.scheduler import Scheduler
-from engine.startup.warm import make_ready
-from engine.step import Work
-from engine.turns import TURN, Shares, equal_parts
-from engine.types import Sequence
 from tests import fakes
 
 PLACES = 8

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.params import SpeculationMode, SpeculationParams, Verification
+from pilotfish.engine.proposers.ngram import NGramProposer
+from pilotfish.engine.proposers.suffix import SuffixProposer
+from pilotfish.engine.request.prediction import TextAlignment
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.types import Request
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.params import SpeculationMode, SpeculationParams, Verification
-from engine.proposers.ngram import NGramProposer
-from engine.proposers.suffix import SuffixProposer
-from engine.request.prediction import TextAlignment
-from engine.startup.build import assemble
-from engine.types import Request
 from tests import fakes, zoo
 
 TEXT = (5, 6, 7, 8, 9, 10) * 4

@@ -16,11 +16,11 @@ ADAPTIVE = {"tests.exactness.test_options"}  # names the mode in every request; 
 @pytest.fixture(autouse=True, scope="module")
 def as_many_drafts_as_may_be(request: pytest.FixtureRequest) -> Iterator[None]:
     """Control takes drafts away where they do not pay, and on tiny models they do not: nothing would be tested."""
-    from engine.control.controller import Control
+    from pilotfish.engine.control.controller import Control
 
     with pytest.MonkeyPatch.context() as patch:
         if request.module.__name__ not in ADAPTIVE:
-            patch.setattr("engine.startup.build.AdaptiveK", lambda *_: Control())
+            patch.setattr("pilotfish.engine.startup.build.AdaptiveK", lambda *_: Control())
         yield
 
 

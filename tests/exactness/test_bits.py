@@ -9,21 +9,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pilotfish.engine import LLM, SamplingParams
+from pilotfish.engine.attention import choose
+from pilotfish.engine.kv.arena import KVArena
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.machine.threads import exactly
+from pilotfish.engine.model.decoder.decoder import is_batch_invariant
+from pilotfish.engine.model.decoder.load import load_decoder
+from pilotfish.engine.model.runner import ModelRunner, layout_of_model
+from pilotfish.engine.native import multiplies
+from pilotfish.engine.params import SpeculationMode, SpeculationParams
+from pilotfish.engine.startup import build
+from pilotfish.models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine import LLM, SamplingParams
-from engine.attention import choose
-from engine.kv.arena import KVArena
-from engine.kv.batch import Feed
-from engine.machine.threads import exactly
-from engine.model.decoder.decoder import is_batch_invariant
-from engine.model.decoder.load import load_decoder
-from engine.model.runner import ModelRunner, layout_of_model
-from engine.native import multiplies
-from engine.params import SpeculationMode, SpeculationParams
-from engine.startup import build
-from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests import zoo
 
 OFF = SpeculationParams(mode=SpeculationMode.OFF)

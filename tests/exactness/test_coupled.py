@@ -7,15 +7,15 @@ from functools import lru_cache
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.params import SamplingParams, SpeculationParams
+from pilotfish.engine.proposers import Proposer
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.stats import Forward
+from pilotfish.engine.step import Work
+from pilotfish.engine.types import Request, Sequence
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.params import SamplingParams, SpeculationParams
-from engine.proposers import Proposer
-from engine.startup.build import assemble
-from engine.stats import Forward
-from engine.step import Work
-from engine.types import Request, Sequence
 from tests import fakes, zoo
 from tests.covering import some
 from tests.scripted import ScriptedProposer

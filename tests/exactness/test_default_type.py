@@ -11,15 +11,15 @@ from random import Random
 
 import pytest
 import torch
+from pilotfish.engine import LLM, SamplingParams
+from pilotfish.engine.model.checkpoint import read_config
+from pilotfish.engine.model.fallback import kv_layout
+from pilotfish.engine.native import multiplies
+from pilotfish.engine.params import SpeculationMode, SpeculationParams
+from pilotfish.engine.step import Step
+from pilotfish.engine.types import Sequence
+from pilotfish.models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
-from engine import LLM, SamplingParams
-from engine.model.checkpoint import read_config
-from engine.model.fallback import kv_layout
-from engine.native import multiplies
-from engine.params import SpeculationMode, SpeculationParams
-from engine.step import Step
-from engine.types import Sequence
-from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests.respell import shuffled
 
 OWN = torch.bfloat16 if multiplies(torch.bfloat16) else torch.float32

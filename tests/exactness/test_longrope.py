@@ -6,17 +6,17 @@ from functools import lru_cache
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.kv.batch import Feed, RaggedBatch
+from pilotfish.engine.model.checkpoint import longrope_border
+from pilotfish.engine.model.decoder.rotary import Rotation
+from pilotfish.engine.model.fallback import kv_layout
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.types import KVCursor, Request
 from transformers import Phi3Config, PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.kv.batch import Feed, RaggedBatch
-from engine.model.checkpoint import longrope_border
-from engine.model.decoder.rotary import Rotation
-from engine.model.fallback import kv_layout
-from engine.params import SamplingParams
-from engine.startup.build import assemble
-from engine.types import KVCursor, Request
 from tests import fakes, zoo
 from tests.families import generate
 

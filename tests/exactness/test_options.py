@@ -17,15 +17,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pilotfish.engine.control.controller import Control, within
+from pilotfish.engine.llm import LLM, CompletionOutput
+from pilotfish.engine.params import Guided, SamplingParams, SpeculationMode, ThinkingBudget
+from pilotfish.engine.types import Sequence
+from pilotfish.server.formats.base import ReasoningMarks, Tool
+from pilotfish.server.formats.json_calls import HermesFormat
+from pilotfish.server.formats.structure import Answer, structure_of
 from transformers import AutoModelForCausalLM
 
-from engine.control.controller import Control, within
-from engine.llm import LLM, CompletionOutput
-from engine.params import Guided, SamplingParams, SpeculationMode, ThinkingBudget
-from engine.types import Sequence
-from server.formats.base import ReasoningMarks, Tool
-from server.formats.json_calls import HermesFormat
-from server.formats.structure import Answer, structure_of
 from tests.covering import covering, some
 from tests.sameness import (
     PROMPTS,

@@ -18,18 +18,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from pilotfish.engine.config import Bounds, EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.machine.threads import exactly
+from pilotfish.engine.model.fallback import kv_layout
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from pilotfish.engine.sampling import distribution
+from pilotfish.engine.sampling.logprobs import token_logprobs
+from pilotfish.engine.sampling.noise import LogitsRow, Stream
+from pilotfish.engine.sampling.processors import process
+from pilotfish.engine.types import Logprob, Request, Sequence
 
-from engine.config import Bounds, EngineConfig
-from engine.engine import Engine
-from engine.kv.batch import Feed
-from engine.machine.threads import exactly
-from engine.model.fallback import kv_layout
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.sampling import distribution
-from engine.sampling.logprobs import token_logprobs
-from engine.sampling.noise import LogitsRow, Stream
-from engine.sampling.processors import process
-from engine.types import Logprob, Request, Sequence
 from tests import fakes, heads, zoo
 from tests.scripted import ScriptedProposer
 

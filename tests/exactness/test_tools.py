@@ -16,24 +16,24 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.llm import LLM
+from pilotfish.engine.params import Guided, SamplingParams
+from pilotfish.engine.text.codec import Codec, OutputText
+from pilotfish.engine.types import FinishReason
+from pilotfish.models import embedded_target
+from pilotfish.server.formats.base import CallArguments, Reasoning, ReasoningMarks, Tool
+from pilotfish.server.formats.deepseek import DeepSeekFormat
+from pilotfish.server.formats.detect import FORMATS
+from pilotfish.server.formats.gemma import GemmaFormat
+from pilotfish.server.formats.harmony import HarmonyFormat
+from pilotfish.server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
+from pilotfish.server.formats.reasoning import PlainFormat
+from pilotfish.server.formats.structure import Answer, structure_of
+from pilotfish.server.formats.tagged import GlmFormat, QwenCoderFormat
 from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.config import EngineConfig
-from engine.llm import LLM
-from engine.params import Guided, SamplingParams
-from engine.text.codec import Codec, OutputText
-from engine.types import FinishReason
-from models import embedded_target
-from server.formats.base import CallArguments, Reasoning, ReasoningMarks, Tool
-from server.formats.deepseek import DeepSeekFormat
-from server.formats.detect import FORMATS
-from server.formats.gemma import GemmaFormat
-from server.formats.harmony import HarmonyFormat
-from server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
-from server.formats.reasoning import PlainFormat
-from server.formats.structure import Answer, structure_of
-from server.formats.tagged import GlmFormat, QwenCoderFormat
 from tests import heads, zoo
 from tests.covering import some
 from tests.sameness import asking, assert_same, run

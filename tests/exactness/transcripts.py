@@ -22,9 +22,10 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import client
-from engine import LLM, SamplingParams, SpeculationParams
-from models import corpus, embedded_draft, embedded_target
+from pilotfish.engine import LLM, SamplingParams, SpeculationParams
+from pilotfish.models import corpus, embedded_draft, embedded_target
+
+from pilotfish import client
 from tests import families, zoo
 
 LEAST = 300  # requests
@@ -164,7 +165,13 @@ def of_embedded_pair() -> Iterator[Case]:
 def through_grpc() -> Iterator[Case]:
     """The embedded pair behind a server, by the Python client."""
     options = ["--grpc-port", "50977", "--http-port", "8977", "--threads", "1", "--max-step-ms", "1000000"]
-    command = [sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())", "serve", *options]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from pilotfish.server.cli import main; sys.exit(main())",
+        "serve",
+        *options,
+    ]
     with subprocess.Popen(command) as server:
         try:
             with client.Client("127.0.0.1:50977") as connection:

@@ -15,18 +15,18 @@ from itertools import count
 
 import numpy as np
 import pytest
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.runner import Runner
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from pilotfish.engine.startup.build import build_engine
+from pilotfish.engine.startup.calibrate import calibrate
+from pilotfish.engine.text.codec import Codec
+from pilotfish.engine.types import Request
+from pilotfish.models import corpus, embedded_draft, embedded_target
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.kv.batch import Feed
-from engine.model.runner import Runner
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.startup.build import build_engine
-from engine.startup.calibrate import calibrate
-from engine.text.codec import Codec
-from engine.types import Request
-from models import corpus, embedded_draft, embedded_target
 from tests.clockwork import COSTS, Costs
 
 LEAST_LENGTH = 2.0  # tokens per round at K=4; 1.0 would be none gained, the pair has about 3.4

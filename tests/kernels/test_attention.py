@@ -16,16 +16,25 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from pilotfish.engine.attention import choose, paged, sdpa
+from pilotfish.engine.attention import reference as by_formula
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.kernels import attention, paging, plan, reference
+from pilotfish.engine.kernels.paging import (
+    Paging,
+    Tuning,
+    default_for,
+    key_of,
+    plan_sizes,
+    scratch_bytes,
+    split_of,
+    tile_of,
+)
+from pilotfish.engine.kernels.reference import round_heads
+from pilotfish.engine.kv.arena import SCALE_BYTES
+from pilotfish.engine.kv.batch import Feed, RaggedBatch
 from triton.runtime.interpreter import GridExecutor
 
-from engine.attention import choose, paged, sdpa
-from engine.attention import reference as by_formula
-from engine.attention.reference import AttentionSpec
-from engine.kernels import attention, paging, plan, reference
-from engine.kernels.paging import Paging, Tuning, default_for, key_of, plan_sizes, scratch_bytes, split_of, tile_of
-from engine.kernels.reference import round_heads
-from engine.kv.arena import SCALE_BYTES
-from engine.kv.batch import Feed, RaggedBatch
 from tests.covering import covering
 from tests.interpreting import DEVICE
 from tests.no_gpu.counting import Counting

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.kernels import reference, sampling
-from engine.kernels.args import FULL, RUNNING, STOPPED, UNSOUND, Tracks
+from pilotfish.engine.kernels import reference, sampling
+from pilotfish.engine.kernels.args import FULL, RUNNING, STOPPED, UNSOUND, Tracks
+
 from tests.interpreting import DEVICE
 
 LONGEST = 12

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.kernels import experts, reference
-from engine.kernels.args import FusedWeights
-from engine.model.linear.experts import FusedExperts
-from engine.native.experts import ExpertGate
+from pilotfish.engine.kernels import experts, reference
+from pilotfish.engine.kernels.args import FusedWeights
+from pilotfish.engine.model.linear.experts import FusedExperts
+from pilotfish.engine.native.experts import ExpertGate
+
 from tests.interpreting import DEVICE
 from tests.kernels.test_attention import LOOKING
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.kernels import is_interpreted, reference, rows
-from engine.kernels.reference import round_heads
-from engine.kv.arena import SCALE_BYTES, floats_of
+from pilotfish.engine.kernels import is_interpreted, reference, rows
+from pilotfish.engine.kernels.reference import round_heads
+from pilotfish.engine.kv.arena import SCALE_BYTES, floats_of
+
 from tests.interpreting import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}

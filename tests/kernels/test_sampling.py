@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.kernels import sampling as kernels
-from engine.kernels import truncation
-from engine.params import SamplingParams
-from engine.sampling import distribution
-from engine.sampling.distribution import TINY, samplers_of
-from engine.sampling.noise import Stream
+from pilotfish.engine.kernels import sampling as kernels
+from pilotfish.engine.kernels import truncation
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.sampling import distribution
+from pilotfish.engine.sampling.distribution import TINY, samplers_of
+from pilotfish.engine.sampling.noise import Stream
+
 from tests.engine.sampling.test_distribution import row
 from tests.interpreting import DEVICE
 from tests.kernels.test_attention import LOOKING

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.kernels import reference, w4
-from engine.kernels.args import GROUP, TILE_OUTPUTS
+from pilotfish.engine.kernels import reference, w4
+from pilotfish.engine.kernels.args import GROUP, TILE_OUTPUTS
+
 from tests.interpreting import DEVICE
 
 

@@ -12,15 +12,15 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from pilotfish.client import GenerateOptions
+from pilotfish.server.telemetry.metrics import Metrics as ServerMetrics
 from prometheus_client import CollectorRegistry, generate_latest
 from tokenizers import Tokenizer
 
-import client
-from client import GenerateOptions
 from loadtest.experiments.overload import REFUSED, Overload, Phase, Run, Sample, full_rate, overload, poisson
 from loadtest.process import ScrapedMetrics, usage
 from loadtest.workload import LONG, LONGEST_PROMPT, MAX_TOKENS, corpus, request
-from server.telemetry.metrics import Metrics as ServerMetrics
+from pilotfish import client
 from tests.server.fake_engine import FakeEngine
 from tests.serving import serving, until
 

@@ -8,12 +8,11 @@ from functools import lru_cache
 
 import pytest
 import torch
+from pilotfish.engine import LLM, SamplingParams
+from pilotfish.models import corpus, embedded_draft, embedded_target
+from pilotfish.models.train import held_out_loss
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-
-from engine import LLM, SamplingParams
-from models import corpus, embedded_draft, embedded_target
-from models.train import held_out_loss
 
 MEGABYTE = 10**6
 

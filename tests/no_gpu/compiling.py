@@ -18,20 +18,20 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
+from pilotfish.engine.attention import paged, registry
+from pilotfish.engine.device_loop.graph_cache import in_order_of_worth
+from pilotfish.engine.device_loop.round import RoundOps
+from pilotfish.engine.device_loop.slots import IDLE
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.kernels import sampling
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.params import SamplingParams, SpeculationParams
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.startup.warm import make_ready
+from pilotfish.engine.types import FinishReason, Request
 from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.harness.bare import options as bare_options
-from engine.attention import paged, registry
-from engine.device_loop.graph_cache import in_order_of_worth
-from engine.device_loop.round import RoundOps
-from engine.device_loop.slots import IDLE
-from engine.engine import Engine
-from engine.kernels import sampling
-from engine.model.decoder.ops import LayerOps
-from engine.params import SamplingParams, SpeculationParams
-from engine.startup.build import assemble
-from engine.startup.warm import make_ready
-from engine.types import FinishReason, Request
 from tests import fakes, zoo
 from tests.loops import LAWS, PLAIN, AnyK, gib
 from tests.no_gpu import meaning

@@ -11,15 +11,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from pilotfish.engine import kernels
+from pilotfish.engine.attention import reference as by_sequence
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kernels.paging import Paging
+from pilotfish.engine.kv.batch import RaggedBatch
+from pilotfish.engine.sampling.distribution import choose
 from torch import Tensor
-
-from engine import kernels
-from engine.attention import reference as by_sequence
-from engine.attention.reference import AttentionSpec
-from engine.kernels import reference
-from engine.kernels.paging import Paging
-from engine.kv.batch import RaggedBatch
-from engine.sampling.distribution import choose
 
 _PLAIN = {"args", "paging", "reference"}  # modules without kernels
 

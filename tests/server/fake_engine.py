@@ -7,14 +7,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.config import EngineConfig
-from engine.errors import DuplicateRequest, InvalidRequest, ModelError, Unsupported
-from engine.params import SpeculationSettings
-from engine.request.intake import EngineFacts, Limits
-from engine.request.validation import emitted_violations, unknown_adapter, violations
-from engine.stats import EngineLoad, Forward, StepOutput, StepStats
-from engine.text.codec import Codec
-from engine.types import (
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import DuplicateRequest, InvalidRequest, ModelError, Unsupported
+from pilotfish.engine.params import SpeculationSettings
+from pilotfish.engine.request.intake import EngineFacts, Limits
+from pilotfish.engine.request.validation import emitted_violations, unknown_adapter, violations
+from pilotfish.engine.stats import EngineLoad, Forward, StepOutput, StepStats
+from pilotfish.engine.text.codec import Codec
+from pilotfish.engine.types import (
     Adapter,
     DraftStats,
     FinishedOutput,
@@ -25,7 +25,8 @@ from engine.types import (
     TokenEvent,
     TopLogprob,
 )
-from server.model import ServedModel
+from pilotfish.server.model import ServedModel
+
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 
 EOS = 0

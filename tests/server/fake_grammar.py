@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from engine.errors import InvalidRequest
-from engine.params import Guided
+from pilotfish.engine.errors import InvalidRequest
+from pilotfish.engine.params import Guided
+
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import EOS
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from pilotfish.client import NotFoundError
+from pilotfish.engine.errors import ModelError
+from pilotfish.server.lifecycle import State
 
-from client import NotFoundError
-from engine.errors import ModelError
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
-from server.lifecycle import State
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import detail, error_of, request, streamed
 from tests.server.test_security import ALICE, ROOT, bearer

@@ -6,13 +6,13 @@ import json
 
 import grpc
 import pytest
+from pilotfish.engine.errors import InvalidRequest, ModelError
+from pilotfish.engine.text.codec import Codec
+from pilotfish.server.chat import MAX_MESSAGES, ChatTemplate
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from engine.errors import InvalidRequest, ModelError
-from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
-from server.chat import MAX_MESSAGES, ChatTemplate
 from tests.engine.text.test_codec import byte_level
 from tests.server.test_generate import refused, request
 from tests.serving import serving
@@ -142,7 +142,7 @@ def test_a_checkpoint_may_have_no_template_but_no_broken_one(tmp_path):
 )
 def test_a_hostile_or_faulty_template_is_refused(hostile, monkeypatch):
     """Also one that would run for ever: with a bound that is reached sooner than the usual one."""
-    monkeypatch.setattr("server.chat.MAX_TURNS", 20_000)
+    monkeypatch.setattr("pilotfish.server.chat.MAX_TURNS", 20_000)
     with pytest.raises(InvalidRequest) as error:
         rendered(hostile)
     assert [violation.field for violation in error.value.violations] == ["messages"]

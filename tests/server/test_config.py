@@ -7,13 +7,12 @@ import socket
 import sys
 
 import pytest
+from pilotfish.engine.config import EngineConfig
+from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
+from pilotfish.server import cli, version
+from pilotfish.server.config import ServerConfig
+from pilotfish.server.telemetry import kv_events, tracing
 from pydantic import ValidationError
-
-from engine.config import EngineConfig
-from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
-from server import cli, version
-from server.config import ServerConfig
-from server.telemetry import kv_events, tracing
 
 
 def test_without_a_model_the_embedded_pair_is_served_and_a_model_has_no_draft_of_its_own() -> None:
@@ -154,7 +153,9 @@ def test_commands_and_mistakes_in_them(arguments, code, said, capsys) -> None:
 @pytest.fixture
 def refused(capsys, monkeypatch):
     """What `serve` says of options with which it does not begin."""
-    monkeypatch.setattr("server.telemetry.logs.configure", lambda _: None)  # leave pytest's own handlers alone
+    monkeypatch.setattr(
+        "pilotfish.server.telemetry.logs.configure", lambda _: None
+    )  # leave pytest's own handlers alone
 
     def serve(*options: str) -> str:
         assert cli.main(["serve", "nothing", *options]) == 1

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from pilotfish.engine.text.codec import Codec
+from pilotfish.server import version
+from pilotfish.server.telemetry.metrics import Metrics
 from prometheus_client import CollectorRegistry
 
-from engine.text.codec import Codec
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
-from server import version
-from server.telemetry.metrics import Metrics
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import detail, error_of, request

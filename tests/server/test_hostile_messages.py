@@ -13,19 +13,19 @@ import pytest
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pilotfish.engine.errors import InvalidRequest
+from pilotfish.engine.text.codec import Codec
+from pilotfish.server.admission import check
+from pilotfish.server.admission.status import refusal, trailers
+from pilotfish.server.errors import Unavailable
+from pilotfish.server.grpc.messages import request_of
+from pilotfish.server.grpc.server import MAX_ENTRIES, MAX_NUMBERS, require_few
+from pilotfish.server.grpc.services import Health
+from pilotfish.server.streams.stream import MAX_INTERRUPTIONS
 
-from engine.errors import InvalidRequest
-from engine.text.codec import Codec
 from loadtest.experiments.hostile import CALLS
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission import check
-from server.admission.status import refusal, trailers
-from server.errors import Unavailable
-from server.grpc.messages import request_of
-from server.grpc.server import MAX_ENTRIES, MAX_NUMBERS, require_few
-from server.grpc.services import Health
-from server.streams.stream import MAX_INTERRUPTIONS
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 from tests.pauses import pauses
 from tests.server.fake_engine import FakeEngine, served

@@ -14,16 +14,16 @@ HEAVY = MODELS | {"fastapi", "uvicorn", "numpy", "tokenizers", "llguidance", "hu
 @pytest.mark.parametrize(
     ("program", "absent"),
     [
-        ("import server.cli", HEAVY | {"grpc", "pydantic"}),
-        ("from server import cli; cli.main(['--help'])", HEAVY | {"grpc", "pydantic"}),
-        ("from server import cli; cli.main(['version'])", HEAVY),
-        ("from server import cli; cli.main(['health', '127.0.0.1:1', '--timeout', '0.01'])", HEAVY),
-        ("import server.commands.check", HEAVY),
+        ("import pilotfish.server.cli", HEAVY | {"grpc", "pydantic"}),
+        ("from pilotfish.server import cli; cli.main(['--help'])", HEAVY | {"grpc", "pydantic"}),
+        ("from pilotfish.server import cli; cli.main(['version'])", HEAVY),
+        ("from pilotfish.server import cli; cli.main(['health', '127.0.0.1:1', '--timeout', '0.01'])", HEAVY),
+        ("import pilotfish.server.commands.check", HEAVY),
         (
-            "import server.worker.fork_server",
+            "import pilotfish.server.worker.fork_server",
             HEAVY | {"grpc", "pydantic"},
         ),  # so that it starts before all other imports
-        ("import server.app", MODELS),  # the front ends: they answer while the engine's process imports these
+        ("import pilotfish.server.app", MODELS),  # the front ends: they answer while the engine's process imports these
     ],
 )
 def test_what_is_imported(program: str, absent: set[str]) -> None:

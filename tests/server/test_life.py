@@ -11,13 +11,13 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pilotfish.engine.types import FinishReason
+from pilotfish.server.app import SERVICES
+from pilotfish.server.errors import Aborted
+from pilotfish.server.lifecycle import State
 
-from engine.types import FinishReason
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
-from server.app import SERVICES
-from server.errors import Aborted
-from server.lifecycle import State
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.test_generate import detail, error_of, request, streamed
 from tests.serving import serving, until

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
-from engine.types import Request
-from server.errors import QueueFull
-from server.queue import SERVICE_SHARE, AdmissionQueue, Outlook
+from pilotfish.engine.types import Request
+from pilotfish.server.errors import QueueFull
+from pilotfish.server.queue import SERVICE_SHARE, AdmissionQueue, Outlook
 
 MAX_REQUESTS, MAX_TOKENS = 5, 100
 

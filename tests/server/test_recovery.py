@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import count
 
-from engine.params import SamplingParams
-from engine.types import Request, TokenEvent
-from server.recovery import CLEARING_TOKENS, Recovery
-from server.streams.stream import OutputStream
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.types import Request, TokenEvent
+from pilotfish.server.recovery import CLEARING_TOKENS, Recovery
+from pilotfish.server.streams.stream import OutputStream
 
 
 def streams(*names, n=1):

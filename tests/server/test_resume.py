@@ -9,15 +9,15 @@ from itertools import product
 
 import grpc
 import pytest
+from pilotfish.client import Retry
+from pilotfish.client.resume import Patience, ResumableStream
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.text.codec import OutputText
+from pilotfish.server.chat import ChatTemplate
+from pilotfish.server.model import fingerprint
 
-from client import Retry
-from client.resume import Patience, ResumableStream
-from engine.config import EngineConfig
-from engine.text.codec import OutputText
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
-from server.chat import ChatTemplate
-from server.model import fingerprint
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import TEXT, FakeEngine
 from tests.server.fake_grammar import FakeCompiler

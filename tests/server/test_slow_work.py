@@ -6,8 +6,7 @@ import asyncio
 import threading
 
 import pytest
-
-from server.admission.slow_work import (
+from pilotfish.server.admission.slow_work import (
     MAX_BYTES_ON_LOOP,
     MAX_MIDDLE_BYTES,
     PIECES_PER_OLDEST,

@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-
-from server.admission.stalls import stall_limit
+from pilotfish.server.admission.stalls import stall_limit
 
 LIMIT = 0.1
 
@@ -59,7 +58,7 @@ async def test_errors_and_cancellation_pass_and_leave_no_timer(monkeypatch):
 
 GARBAGE = """
 import ctypes, gc
-from server.worker.garbage import freeze_loaded, map_large_blocks
+from pilotfish.server.worker.garbage import freeze_loaded, map_large_blocks
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks a b c d".split()]
 count = ctypes.CDLL(None).mallinfo2
@@ -85,7 +84,7 @@ def test_large_blocks_are_mapped_also_after_the_first_is_freed_and_what_was_load
 
 HEAPS = """
 import ctypes, sys, threading
-from server.worker.garbage import share_one_heap
+from pilotfish.server.worker.garbage import share_one_heap
 library = ctypes.CDLL(None)
 if sys.argv[1:]:
     share_one_heap()

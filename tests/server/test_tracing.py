@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from pilotfish.server.telemetry.tracing import Tracing
 
 from pilotfish.v1 import generation_pb2 as pb
-from server.telemetry.tracing import Tracing
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, request
 from tests.server.test_life import LONG

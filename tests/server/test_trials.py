@@ -6,16 +6,16 @@ import asyncio
 from collections import deque
 
 import pytest
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.stats import StepOutput
+from pilotfish.engine.types import FinishReason, Request
+from pilotfish.server.driver import Driver
+from pilotfish.server.lifecycle import Lifecycle, State
+from pilotfish.server.queue import AdmissionQueue
+from pilotfish.server.telemetry.metrics import Metrics
+from pilotfish.server.worker.supervisor import Supervisor
 from prometheus_client import CollectorRegistry
 
-from engine.params import SamplingParams
-from engine.stats import StepOutput
-from engine.types import FinishReason, Request
-from server.driver import Driver
-from server.lifecycle import Lifecycle, State
-from server.queue import AdmissionQueue
-from server.telemetry.metrics import Metrics
-from server.worker.supervisor import Supervisor
 from tests.server.fake_engine import FakeEngine, served
 from tests.serving import until
 

@@ -116,7 +116,9 @@ def test_no_import_runs_in_a_circle():
 def test_these_tests_measure(tmp_path):
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) != []
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    assert {"engine.types", "engine.control.learned"} <= set(imported(ROOT / "engine" / "engine.py", modules("engine")))
+    assert {"pilotfish.engine.types", "pilotfish.engine.control.learned"} <= set(
+        imported(ROOT / "engine" / "engine.py", modules("engine"))
+    )
     path = tmp_path / "package" / "sample.py"
     path.parent.mkdir()
     path.write_text(

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kernels.paging import Paging
 from torch import Tensor
 
 from benchmarks.cuda.arenas import PAGE, tables_of
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.parts.checking import KernelCheck, largest_difference
-from engine.kernels import reference
-from engine.kernels.paging import Paging
 
 ATTENDED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}  # tolerances for rounding
 Batch = tuple[list[int], list[int]]  # rows, and the position of the first, of each sequence
@@ -44,7 +44,7 @@ class Attending:
 
     def differs(self) -> float:
         """Compare the kernel with its reference."""
-        from engine.kernels import attention as kernel  # imported here because it imports Triton
+        from pilotfish.engine.kernels import attention as kernel  # imported here because it imports Triton
 
         drawn = _Drawn(self)
         paging = drawn.paging(*self.batch, drawn.tables, fixed=self.shape.value_dim > 256)
@@ -53,7 +53,7 @@ class Attending:
 
     def differs_alone(self) -> float:
         """Compare the last row of each sequence alone and in a batch; with fixed-shape tiles the bits must be equal."""
-        from engine.kernels import attention as kernel
+        from pilotfish.engine.kernels import attention as kernel
 
         drawn, found, end = _Drawn(self), [0.0], 0
         together = drawn.attend(

@@ -8,6 +8,10 @@ from functools import partial
 from typing import Literal
 
 import torch
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kernels.args import Committed, Fp8Rows, SamplerRows, Tracks
+from pilotfish.engine.model.linear.cuda import Fp8Linear, W4Linear
+from pilotfish.engine.sampling.distribution import choose
 from torch import Tensor, nn
 
 from benchmarks.cuda.card import Card
@@ -17,10 +21,6 @@ from benchmarks.cuda.parts.kernels import law_of
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
-from engine.kernels import reference
-from engine.kernels.args import Committed, Fp8Rows, SamplerRows, Tracks
-from engine.model.linear.cuda import Fp8Linear, W4Linear
-from engine.sampling.distribution import choose
 
 ROWS = {torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float32: 2e-5}  # tolerances for rounding
 _FP8 = 2e-2  # relative to the largest number, because the result is rounded to bfloat16
@@ -84,7 +84,7 @@ def _row_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
 
 
 def _rotated(card: Card, heads: Heads, dtype: torch.dtype, *, is_normed: bool) -> float:
-    from engine.kernels import rows
+    from pilotfish.engine.kernels import rows
 
     drawn = partial(torch.randn, device=card.device)
     projected = drawn(_NUM_ROWS, (heads.heads + 2 * heads.kv_heads) * heads.dim, dtype=dtype)
@@ -100,7 +100,7 @@ def _rotated(card: Card, heads: Heads, dtype: torch.dtype, *, is_normed: bool) -
 
 
 def _normed(card: Card, size: int, dtype: torch.dtype, *, adds: bool) -> float:
-    from engine.kernels import rows
+    from pilotfish.engine.kernels import rows
 
     x, residual = torch.randn(2, _NUM_ROWS, size, device=card.device, dtype=dtype)
     scale = torch.randn(size, device=card.device)
@@ -110,7 +110,7 @@ def _normed(card: Card, size: int, dtype: torch.dtype, *, adds: bool) -> float:
 
 
 def _gated(card: Card, size: int, dtype: torch.dtype, bend: Bend) -> float:
-    from engine.kernels import rows
+    from pilotfish.engine.kernels import rows
 
     both = 4 * torch.randn(_NUM_ROWS, 2 * size, device=card.device, dtype=dtype)
     return _relative(rows.gate(both, bend), reference.gate(both, bend))
@@ -135,7 +135,7 @@ def _token_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
 
 
 def _drawn(card: Card, vocab: int, dtype: torch.dtype, top_k: int, top_p: float) -> float:
-    from engine.kernels import sampling
+    from pilotfish.engine.kernels import sampling
 
     rows = 32 if card.is_cuda else 2
     logits = 3 * torch.randn(rows, vocab, device=card.device, dtype=dtype)
@@ -155,7 +155,7 @@ def _greedy(samplers: SamplerRows) -> SamplerRows:
 
 def _committed(card: Card) -> float:
     """Compare partly accepted drafts, an end token, a full slot, NaN logits, and a sequence that does not run."""
-    from engine.kernels import sampling
+    from pilotfish.engine.kernels import sampling
 
     whole = partial(torch.tensor, device=card.device)
     drawn = whole([[5, 6, 7], [5, 6, 7], [5, 9, 7], [5, 6, 7], [5, 6, 7]])
@@ -195,7 +195,7 @@ def _fp8(card: Card, rows: int, inner: int, outer: int) -> float:
 
 
 def _normed_in_fp8(card: Card, size: int) -> float:
-    from engine.kernels import rows
+    from pilotfish.engine.kernels import rows
 
     x, residual = torch.randn(2, _NUM_ROWS, size, device=card.device, dtype=torch.bfloat16)
     scale = torch.randn(size, device=card.device)
@@ -205,7 +205,7 @@ def _normed_in_fp8(card: Card, size: int) -> float:
 
 
 def _gated_in_fp8(card: Card, size: int) -> float:
-    from engine.kernels import rows
+    from pilotfish.engine.kernels import rows
 
     both = 4 * torch.randn(_NUM_ROWS, 2 * size, device=card.device, dtype=torch.bfloat16)
     return _coarsely(rows.gate_round(both, "silu"), reference.gate(both, "silu"))
@@ -234,7 +234,7 @@ def _w4_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
 
 def _w4(card: Card, rows: int, inner: int, outer: int, dtype: torch.dtype) -> float:
     """Compare with the product with the dequantised matrix."""
-    from engine.kernels import w4
+    from pilotfish.engine.kernels import w4
 
     linear = W4Linear(nn.Linear(inner, outer, bias=False, device=card.device, dtype=dtype))
     linear.multiply = w4.w4_matmul

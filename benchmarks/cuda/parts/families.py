@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.model.linear.experts import FusedExperts
+from pilotfish.engine.native.experts import ExpertGate
 from torch import Tensor
 
 from benchmarks.cuda.card import Card, seconds_of_each
@@ -14,9 +17,6 @@ from benchmarks.cuda.parts.attending import Attending, Attention, attention_chec
 from benchmarks.cuda.parts.checking import KernelCheck, largest_difference, relative_to_largest, run_checks, types_on
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
-from engine.kernels import reference
-from engine.model.linear.experts import FusedExperts
-from engine.native.experts import ExpertGate
 
 _MIXED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # relative to the largest number
 _TIMED = 1, 8, 64, 512  # rows
@@ -88,7 +88,7 @@ def _mixture_checks(card: Card, mixtures: dict[str, Mixture]) -> Iterable[Kernel
 
 
 def _experts_of(card: Card, shape: Mixture, dtype: torch.dtype) -> FusedExperts:
-    from engine.kernels import experts  # imported here because it imports Triton
+    from pilotfish.engine.kernels import experts  # imported here because it imports Triton
 
     drawn, turned = partial(torch.randn, device=card.device, dtype=dtype), shape.is_turned
     sizes = (2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kernels.args import SamplerRows
 
 from benchmarks.cuda.arenas import Arenas
 from benchmarks.cuda.card import Card, seconds_of_each
@@ -13,8 +15,6 @@ from benchmarks.cuda.parts.checking import relative_to_largest
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
-from engine.kernels import reference
-from engine.kernels.args import SamplerRows
 
 DECODED, VERIFIED = 1, 5  # rows of each sequence: a plain step, and a verification of four drafts
 
@@ -40,7 +40,7 @@ def attention(setting: Setting, section: PartReport) -> None:
 
 def draws(setting: Setting, section: PartReport) -> None:
     """Measure sampling with several settings, beside torch's time to sort the same rows."""
-    from engine.kernels import sampling
+    from pilotfish.engine.kernels import sampling
 
     card, vocab = Card.measured(setting.device), SHAPES[setting.target]["vocab_size"]
     section.say(f"{vocab} tokens, bf16 logits.")

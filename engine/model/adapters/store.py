@@ -15,20 +15,26 @@ from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
 import torch
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.adapters.peft import LoraMatrices, read_adapter
+from pilotfish.engine.model.decoder.attention import JoinedPart
+from pilotfish.engine.model.decoder.latent import latent_of
+from pilotfish.engine.model.linear.cuda import Fp8Linear
+from pilotfish.engine.model.linear.grouped import matmul_shape
+from pilotfish.engine.model.linear.low_rank import (
+    AdapterHook,
+    LowRankProduct,
+    PassRows,
+    Products,
+    block_diagonal,
+    grouped,
+)
+from pilotfish.engine.types import Adapter
 from torch import Tensor, nn
 
-from engine.errors import ModelError
-from engine.kv.batch import Feed
-from engine.model.adapters.peft import LoraMatrices, read_adapter
-from engine.model.decoder.attention import JoinedPart
-from engine.model.decoder.latent import latent_of
-from engine.model.linear.cuda import Fp8Linear
-from engine.model.linear.grouped import matmul_shape
-from engine.model.linear.low_rank import AdapterHook, LowRankProduct, PassRows, Products, block_diagonal, grouped
-from engine.types import Adapter
-
 if TYPE_CHECKING:
-    from engine.model.decoder.decoder import DecoderModel
+    from pilotfish.engine.model.decoder.decoder import DecoderModel
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.kv.arena import LayerKV
+from pilotfish.engine.model.decoder.rotary import QueryGrowth, RotaryTable
+from pilotfish.engine.recurrent.arena import StatePart
 from torch import Tensor, nn
-
-from engine.attention.reference import AttentionSpec
-from engine.kv.arena import LayerKV
-from engine.model.decoder.rotary import QueryGrowth, RotaryTable
-from engine.recurrent.arena import StatePart
 
 
 class Mixer:

@@ -7,19 +7,18 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.attention.registry import Ragged
+from pilotfish.engine.kv.arena import SCALE_BYTES, is_rounded
+from pilotfish.engine.model.decoder.architecture import AttentionLayer
+from pilotfish.engine.model.decoder.norms import RMSNorm, norm_of, norm_of_heads
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.decoder.weights import WeightReader
+from pilotfish.engine.model.linear.activations import ELEMENTWISE
+from pilotfish.engine.native import Rows, rows_for
+from pilotfish.engine.native.rows import WeightAndEps
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from engine.attention.reference import AttentionSpec
-from engine.attention.registry import Ragged
-from engine.kv.arena import SCALE_BYTES, is_rounded
-from engine.model.decoder.architecture import AttentionLayer
-from engine.model.decoder.norms import RMSNorm, norm_of, norm_of_heads
-from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.weights import WeightReader
-from engine.model.linear.activations import ELEMENTWISE
-from engine.native import Rows, rows_for
-from engine.native.rows import WeightAndEps
 
 
 class Joined(nn.Module):

@@ -13,15 +13,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
-
-from engine.attention.registry import Ragged
-from engine.machine.threads import most_threads
-from engine.model.decoder.architecture import Architecture, AttentionLayer, FeedLayer
-from engine.model.decoder.attention import GroupedAttention
-from engine.model.decoder.experts import Experts, MixtureMLP
-from engine.model.decoder.feed_forward import GatedFeed, GatedMLP, PlainFeed, PlainMLP
-from engine.model.decoder.gemma import (
+from pilotfish.engine.attention.registry import Ragged
+from pilotfish.engine.machine.threads import most_threads
+from pilotfish.engine.model.decoder.architecture import Architecture, AttentionLayer, FeedLayer
+from pilotfish.engine.model.decoder.attention import GroupedAttention
+from pilotfish.engine.model.decoder.experts import Experts, MixtureMLP
+from pilotfish.engine.model.decoder.feed_forward import GatedFeed, GatedMLP, PlainFeed, PlainMLP
+from pilotfish.engine.model.decoder.gemma import (
     NormedExperts,
     NormedMixture,
     PerLayerEmbeddings,
@@ -30,10 +28,10 @@ from engine.model.decoder.gemma import (
     StreamedLayer,
     Streams,
 )
-from engine.model.decoder.latent import LatentAttention, LatentLayer
-from engine.model.decoder.norms import RMSNorm, norm_of
-from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.recurrent import (
+from pilotfish.engine.model.decoder.latent import LatentAttention, LatentLayer
+from pilotfish.engine.model.decoder.norms import RMSNorm, norm_of
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.decoder.recurrent import (
     Beside,
     BesideLayer,
     ConvLayer,
@@ -47,15 +45,16 @@ from engine.model.decoder.recurrent import (
     SharedLayer,
     ShortConv,
 )
-from engine.model.decoder.rotary import Rotations
-from engine.model.decoder.stack import FINAL, Stack
-from engine.model.decoder.weights import Embedding, WeightReader
-from engine.model.linear.activations import ELEMENTWISE
-from engine.model.linear.cuda import Fp8Linear, W4Linear
-from engine.model.linear.experts import FusedExperts
-from engine.model.linear.grouped import GroupedLinear
-from engine.native import PackedMatrix
-from engine.recurrent.arena import StatePart
+from pilotfish.engine.model.decoder.rotary import Rotations
+from pilotfish.engine.model.decoder.stack import FINAL, Stack
+from pilotfish.engine.model.decoder.weights import Embedding, WeightReader
+from pilotfish.engine.model.linear.activations import ELEMENTWISE
+from pilotfish.engine.model.linear.cuda import Fp8Linear, W4Linear
+from pilotfish.engine.model.linear.experts import FusedExperts
+from pilotfish.engine.model.linear.grouped import GroupedLinear
+from pilotfish.engine.native import PackedMatrix
+from pilotfish.engine.recurrent.arena import StatePart
+from torch import Tensor, nn
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig, PreTrainedModel

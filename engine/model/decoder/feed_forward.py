@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from pilotfish.engine.kernels.args import Fp8Rows
+from pilotfish.engine.model.decoder.architecture import NormForm
+from pilotfish.engine.model.decoder.attention import join
+from pilotfish.engine.model.decoder.norms import norm_of
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.decoder.weights import WeightReader
+from pilotfish.engine.model.linear.activations import RowWise
+from pilotfish.engine.model.linear.cuda import Fp8Linear
+from pilotfish.engine.model.linear.grouped import GroupedLinear
+from pilotfish.engine.model.linear.low_rank import add_products
+from pilotfish.engine.native import rows_for
+from pilotfish.engine.native.rows import GELU_TANH, SILU, Activation
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from engine.kernels.args import Fp8Rows
-from engine.model.decoder.architecture import NormForm
-from engine.model.decoder.attention import join
-from engine.model.decoder.norms import norm_of
-from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.weights import WeightReader
-from engine.model.linear.activations import RowWise
-from engine.model.linear.cuda import Fp8Linear
-from engine.model.linear.grouped import GroupedLinear
-from engine.model.linear.low_rank import add_products
-from engine.native import rows_for
-from engine.native.rows import GELU_TANH, SILU, Activation
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from pilotfish.engine.attention.registry import Ragged
+from pilotfish.engine.model.decoder.architecture import NormForm
+from pilotfish.engine.model.decoder.experts import Experts, MixtureMLP, RowProducts
+from pilotfish.engine.model.decoder.feed_forward import ACTIVATIONS
+from pilotfish.engine.model.decoder.norms import RMSNorm, norm_of
+from pilotfish.engine.model.decoder.weights import WeightReader
+from pilotfish.engine.model.linear.activations import ELEMENTWISE, RowWise
 from torch import Tensor, nn
-
-from engine.attention.registry import Ragged
-from engine.model.decoder.architecture import NormForm
-from engine.model.decoder.experts import Experts, MixtureMLP, RowProducts
-from engine.model.decoder.feed_forward import ACTIVATIONS
-from engine.model.decoder.norms import RMSNorm, norm_of
-from engine.model.decoder.weights import WeightReader
-from engine.model.linear.activations import ELEMENTWISE, RowWise
 
 _NORM = NormForm(1e-6)
 _FEED_NORMS = (

@@ -12,18 +12,17 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.attention.registry import Ragged
+from pilotfish.engine.kv.arena import LayerKV
+from pilotfish.engine.model.decoder.architecture import Architecture, Mixer, NormForm
+from pilotfish.engine.model.decoder.attention import join, rotated, signed_halves
+from pilotfish.engine.model.decoder.norms import norm_of
+from pilotfish.engine.model.decoder.rotary import RotaryTable
+from pilotfish.engine.model.decoder.weights import WeightReader
+from pilotfish.engine.model.linear.activations import ELEMENTWISE
+from pilotfish.engine.native import ALIGNED, PackedMatrices, PackedMatrix, multiplies
 from torch import Tensor, nn
-
-from engine.attention.reference import AttentionSpec
-from engine.attention.registry import Ragged
-from engine.kv.arena import LayerKV
-from engine.model.decoder.architecture import Architecture, Mixer, NormForm
-from engine.model.decoder.attention import join, rotated, signed_halves
-from engine.model.decoder.norms import norm_of
-from engine.model.decoder.rotary import RotaryTable
-from engine.model.decoder.weights import WeightReader
-from engine.model.linear.activations import ELEMENTWISE
-from engine.native import ALIGNED, PackedMatrices, PackedMatrix, multiplies
 
 _NORM = NormForm(1e-6)  # of all families
 _QUERY, _LATENT = "q_proj", "kv_a_proj_with_mqa"

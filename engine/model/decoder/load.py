@@ -7,25 +7,23 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar, cast, get_args
 
 import torch
+from pilotfish.engine.choices import Rounded, Weights
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.machine.mapped import release_freed
+from pilotfish.engine.model.checkpoint import as_model_error, end_tokens_of, read_end_tokens
+from pilotfish.engine.model.decoder.architecture import Architecture
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.decoder.shapes import Shapes, shapes_of
+from pilotfish.engine.model.decoder.share import Share, ShareOfWeights, share_of, sum_results
+from pilotfish.engine.model.decoder.weights import CPU, HEAD, SINGLE, TABLE, WeightReader, converted_by
+from pilotfish.engine.model.published.methods import read_weights
+from pilotfish.engine.model.text_part import names_in_whole
 from torch import Tensor
 
-from engine.choices import Rounded, Weights
-from engine.errors import ModelError
-from engine.machine.mapped import release_freed
-from engine.model.checkpoint import as_model_error, end_tokens_of, read_end_tokens
-from engine.model.decoder.architecture import Architecture
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.shapes import Shapes, shapes_of
-from engine.model.decoder.share import Share, ShareOfWeights, share_of, sum_results
-from engine.model.decoder.weights import CPU, HEAD, SINGLE, TABLE, WeightReader, converted_by
-from engine.model.published.methods import read_weights
-from engine.model.text_part import names_in_whole
-
 if TYPE_CHECKING:
+    from pilotfish.engine.model.published.base import Codes
+    from pilotfish.engine.model.published.methods import Quantisation
     from transformers import PreTrainedConfig
-
-    from engine.model.published.base import Codes
-    from engine.model.published.methods import Quantisation
 
 _Weight = TypeVar("_Weight")
 

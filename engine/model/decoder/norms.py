@@ -6,18 +6,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
+from pilotfish.engine.kernels.args import Fp8Rows
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.linear.activations import ELEMENTWISE
+from pilotfish.engine.native import rows_for
+from pilotfish.engine.native.rows import WeightAndEps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.kernels.args import Fp8Rows
-from engine.model.decoder.ops import LayerOps
-from engine.model.linear.activations import ELEMENTWISE
-from engine.native import rows_for
-from engine.native.rows import WeightAndEps
-
 if TYPE_CHECKING:
-    from engine.model.decoder.architecture import HeadNorm, NormForm
-    from engine.model.decoder.weights import WeightReader
+    from pilotfish.engine.model.decoder.architecture import HeadNorm, NormForm
+    from pilotfish.engine.model.decoder.weights import WeightReader
 
 
 class RMSNorm(nn.Module):

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
+from pilotfish.engine.kernels import faults, reference
+from pilotfish.engine.kernels.args import Fp8Rows
+from pilotfish.engine.model.linear.cuda import Multiply, W4Linear
+from pilotfish.engine.model.linear.experts import Mix
 from torch import Tensor
-
-from engine.kernels import faults, reference
-from engine.kernels.args import Fp8Rows
-from engine.model.linear.cuda import Multiply, W4Linear
-from engine.model.linear.experts import Mix
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class LayerOps:
 
     @classmethod
     def kernels(cls) -> LayerOps:
-        from engine.kernels import experts, rows, w4  # import Triton
+        from pilotfish.engine.kernels import experts, rows, w4  # import Triton
 
         return cls.of(rows, experts, w4)
 

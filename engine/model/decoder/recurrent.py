@@ -10,21 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
+from pilotfish.engine.attention.registry import Ragged
+from pilotfish.engine.kv.arena import LayerKV
+from pilotfish.engine.model.decoder.architecture import AttentionLayer, Mixer, NormForm
+from pilotfish.engine.model.decoder.attention import GroupedAttention, Joined, join
+from pilotfish.engine.model.decoder.feed_forward import GatedFeed, GatedMLP
+from pilotfish.engine.model.decoder.norms import GatedNorm, norm_of
+from pilotfish.engine.model.decoder.rotary import RotaryTable
+from pilotfish.engine.model.decoder.weights import SHARED, WeightReader
+from pilotfish.engine.model.linear.activations import ELEMENTWISE
+from pilotfish.engine.recurrent import native as rules
+from pilotfish.engine.recurrent.arena import PassStates, StatePart
+from pilotfish.engine.recurrent.rules import softplus
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from engine.attention.registry import Ragged
-from engine.kv.arena import LayerKV
-from engine.model.decoder.architecture import AttentionLayer, Mixer, NormForm
-from engine.model.decoder.attention import GroupedAttention, Joined, join
-from engine.model.decoder.feed_forward import GatedFeed, GatedMLP
-from engine.model.decoder.norms import GatedNorm, norm_of
-from engine.model.decoder.rotary import RotaryTable
-from engine.model.decoder.weights import SHARED, WeightReader
-from engine.model.linear.activations import ELEMENTWISE
-from engine.recurrent import native as rules
-from engine.recurrent.arena import PassStates, StatePart
-from engine.recurrent.rules import softplus
 
 _SHARED_NORMS = ("input_layernorm", "pre_ff_layernorm")
 Rotary = tuple[Tensor, Tensor]  # cos and sin; not used by states

@@ -9,18 +9,17 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 import torch
+from pilotfish.engine.choices import Rounded, Weights
+from pilotfish.engine.model.decoder.architecture import Architecture, Layer
+from pilotfish.engine.model.decoder.decoder import DecoderLayer, read_ends
+from pilotfish.engine.model.decoder.weights import HEAD, TABLE, WeightReader, converted_by, fused_name, linear
+from pilotfish.engine.model.linear.rounding import bits_of, rounded_bytes
+from pilotfish.engine.native import ALIGNED
 from torch import Tensor, nn
 
-from engine.choices import Rounded, Weights
-from engine.model.decoder.architecture import Architecture, Layer
-from engine.model.decoder.decoder import DecoderLayer, read_ends
-from engine.model.decoder.weights import HEAD, TABLE, WeightReader, converted_by, fused_name, linear
-from engine.model.linear.rounding import bits_of, rounded_bytes
-from engine.native import ALIGNED
-
 if TYPE_CHECKING:
-    from engine.model.linear.cuda import Fp8Linear, W4Linear
-    from engine.model.published.base import Codes
+    from pilotfish.engine.model.linear.cuda import Fp8Linear, W4Linear
+    from pilotfish.engine.model.published.base import Codes
 
 Shapes = dict[str, tuple[int, ...]]
 

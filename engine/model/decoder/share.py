@@ -13,21 +13,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.machine.mapped import release_mapped
+from pilotfish.engine.model.decoder.architecture import Architecture, AttentionLayer, Layer
+from pilotfish.engine.model.decoder.experts import Experts
+from pilotfish.engine.model.decoder.feed_forward import GatedFeed, PlainFeed
+from pilotfish.engine.model.decoder.latent import LatentLayer
+from pilotfish.engine.model.decoder.shapes import shapes_of
+from pilotfish.engine.model.decoder.weights import fused_name
+from pilotfish.engine.native.experts import ExpertGate
 from torch import Tensor
 
-from engine.errors import ModelError
-from engine.machine.mapped import release_mapped
-from engine.model.decoder.architecture import Architecture, AttentionLayer, Layer
-from engine.model.decoder.experts import Experts
-from engine.model.decoder.feed_forward import GatedFeed, PlainFeed
-from engine.model.decoder.latent import LatentLayer
-from engine.model.decoder.shapes import shapes_of
-from engine.model.decoder.weights import fused_name
-from engine.native.experts import ExpertGate
-
 if TYPE_CHECKING:
-    from engine.model.decoder.decoder import DecoderModel
-    from engine.model.published.base import Codes
+    from pilotfish.engine.model.decoder.decoder import DecoderModel
+    from pilotfish.engine.model.published.base import Codes
 
 _Part = TypeVar("_Part")
 _STEM = re.compile(r"[._](weight|bias)$")

@@ -10,18 +10,17 @@ from collections.abc import Sequence as Seq
 from typing import Any, cast
 
 import torch
+from pilotfish.engine.attention import native
+from pilotfish.engine.attention.registry import Ragged
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.arena import KVArena
+from pilotfish.engine.model.decoder.attention import GroupedAttention
+from pilotfish.engine.model.decoder.feed_forward import GatedMLP
+from pilotfish.engine.model.decoder.norms import RMSNorm
+from pilotfish.engine.model.linear.grouped import packed_of
+from pilotfish.engine.native import rows_for
+from pilotfish.engine.native.layers import LayerParts, Layers
 from torch import Tensor, nn
-
-from engine.attention import native
-from engine.attention.registry import Ragged
-from engine.errors import ModelError
-from engine.kv.arena import KVArena
-from engine.model.decoder.attention import GroupedAttention
-from engine.model.decoder.feed_forward import GatedMLP
-from engine.model.decoder.norms import RMSNorm
-from engine.model.linear.grouped import packed_of
-from engine.native import rows_for
-from engine.native.layers import LayerParts, Layers
 
 FINAL = -1  # the place after the final norm: the input of the output matrix
 Rotary = tuple[Tensor, Tensor]  # cos and sin, [1, T, head_dim]

@@ -14,20 +14,19 @@ from threading import Lock
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
+from pilotfish.engine.choices import Rounded, Weights
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.machine.mapped import release_mapped
+from pilotfish.engine.model.linear.cuda import Fp8Linear, W4Linear
+from pilotfish.engine.model.linear.grouped import GroupedLinear, PackedLinear, SideBySide
+from pilotfish.engine.model.linear.rounding import bits_of, round_weight
+from pilotfish.engine.model.published.base import CodedEmbedding, Codes, of_groups
+from pilotfish.engine.native import PackedMatrix, multiplies, rows_for
+from pilotfish.engine.native.weights import GroupedCodes, are_finite
 from torch import Tensor, nn
 
-from engine.choices import Rounded, Weights
-from engine.errors import ModelError
-from engine.machine.mapped import release_mapped
-from engine.model.linear.cuda import Fp8Linear, W4Linear
-from engine.model.linear.grouped import GroupedLinear, PackedLinear, SideBySide
-from engine.model.linear.rounding import bits_of, round_weight
-from engine.model.published.base import CodedEmbedding, Codes, of_groups
-from engine.native import PackedMatrix, multiplies, rows_for
-from engine.native.weights import GroupedCodes, are_finite
-
 if TYPE_CHECKING:
-    from engine.model.decoder.architecture import Architecture
+    from pilotfish.engine.model.decoder.architecture import Architecture
 
 CPU = torch.device("cpu")
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"

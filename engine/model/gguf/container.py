@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-
-from engine.errors import ModelError, shown
-from engine.model.gguf.packages import packaged
+from pilotfish.engine.errors import ModelError, shown
+from pilotfish.engine.model.gguf.packages import packaged
 
 T = TypeVar("T")
 

@@ -10,11 +10,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from pilotfish.engine.errors import ModelError, shown
+from pilotfish.engine.model.gguf.blocks import dequantised, raw_of
+from pilotfish.engine.model.gguf.container import Container, meant
 from torch import Tensor
-
-from engine.errors import ModelError, shown
-from engine.model.gguf.blocks import dequantised, raw_of
-from engine.model.gguf.container import Container, meant
 
 MOST_LAYERS = 512  # four times those of the deepest published models; each is built before weights are read
 EPSILON = "attention.layer_norm_epsilon"  # of LayerNorms

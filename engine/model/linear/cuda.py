@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kernels.args import GROUP, TILE_OUTPUTS, Fp8Rows
 from torch import Tensor, nn
-
-from engine.kernels import reference
-from engine.kernels.args import GROUP, TILE_OUTPUTS, Fp8Rows
 
 _STEP = 16  # sizes of matrices are multiples of this
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from pilotfish.engine.kernels.args import FusedWeights
+from pilotfish.engine.model.linear.grouped import packed_of
+from pilotfish.engine.native import rows_for
+from pilotfish.engine.native.experts import ExpertGate, ExpertMatrices
 from torch import Tensor, nn
-
-from engine.kernels.args import FusedWeights
-from engine.model.linear.grouped import packed_of
-from engine.native import rows_for
-from engine.native.experts import ExpertGate, ExpertMatrices
 
 
 class RoutedExperts(nn.Module):

@@ -15,10 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from engine.errors import ModelError
-from engine.model.published.base import (
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.published.base import (
     Codes,
     Weights,
     expect,
@@ -30,8 +28,9 @@ from engine.model.published.base import (
     with_codes,
     words_of,
 )
-from engine.model.published.floats import FP8, scaled
-from engine.native.weights import GroupedCodes
+from pilotfish.engine.model.published.floats import FP8, scaled
+from pilotfish.engine.native.weights import GroupedCodes
+from torch import Tensor
 
 _FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _PACKED, _SCALE, _ZERO, _INDEX, _SHAPE = (

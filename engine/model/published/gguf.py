@@ -12,16 +12,15 @@ from collections.abc import Sequence as Seq
 from functools import cache, partial
 
 import torch
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.machine.mapped import release_mapped
+from pilotfish.engine.model.gguf.blocks import codes_of, dequantised, raw_of, size_of_codes
+from pilotfish.engine.model.gguf.container import Container, StoredTensor
+from pilotfish.engine.model.gguf.families import GATE_UP, GGUFFamily, family_of, part_of
+from pilotfish.engine.model.gguf.keys import TABLES, Keys
+from pilotfish.engine.model.published.base import Codes, Weights, fused
+from pilotfish.engine.native.weights import GroupedCodes
 from torch import Tensor
-
-from engine.errors import ModelError
-from engine.machine.mapped import release_mapped
-from engine.model.gguf.blocks import codes_of, dequantised, raw_of, size_of_codes
-from engine.model.gguf.container import Container, StoredTensor
-from engine.model.gguf.families import GATE_UP, GGUFFamily, family_of, part_of
-from engine.model.gguf.keys import TABLES, Keys
-from engine.model.published.base import Codes, Weights, fused
-from engine.native.weights import GroupedCodes
 
 _STACKED = 3  # dimensions of the matrices of all experts of a layer
 

@@ -18,11 +18,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from engine.errors import ModelError
-from engine.machine.mapped import release_mapped
-from engine.model.published.base import (
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.machine.mapped import release_mapped
+from pilotfish.engine.model.published.base import (
     Codes,
     Weights,
     expect,
@@ -33,7 +31,8 @@ from engine.model.published.base import (
     with_codes,
     words_of,
 )
-from engine.native.weights import GroupedCodes
+from pilotfish.engine.native.weights import GroupedCodes
+from torch import Tensor
 
 _KINDS = ("qweight", "qzeros", "scales", "g_idx")
 _ACTIVATION = ".act.scales"

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.gguf.container import open_gguf
+from pilotfish.engine.model.gguf.families import HAS_CODES, METHOD
+from pilotfish.engine.model.published import compressed, floats, gptq
+from pilotfish.engine.model.published.base import Codes, Weights, of_groups, with_codes
+from pilotfish.engine.model.published.files import read_tensors
+from pilotfish.engine.model.published.gguf import weights_in
+from pilotfish.engine.native.weights import GroupedCodes
 from torch import Tensor
-
-from engine.errors import ModelError
-from engine.model.gguf.container import open_gguf
-from engine.model.gguf.families import HAS_CODES, METHOD
-from engine.model.published import compressed, floats, gptq
-from engine.model.published.base import Codes, Weights, of_groups, with_codes
-from engine.model.published.files import read_tensors
-from engine.model.published.gguf import weights_in
-from engine.native.weights import GroupedCodes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

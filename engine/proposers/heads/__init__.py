@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from engine.model.decoder.families.described import ModelConfig
-from engine.proposers.heads.base import Head
+from pilotfish.engine.model.decoder.families.described import ModelConfig
+from pilotfish.engine.proposers.heads.base import Head
 
 if TYPE_CHECKING:  # only for types: benchmarks/harness/bare.py passes its own class if pydantic is missing
-    from engine.config import EngineConfig
-    from engine.model.decoder.decoder import DecoderModel
-    from engine.proposers.sources import DraftSource
+    from pilotfish.engine.config import EngineConfig
+    from pilotfish.engine.model.decoder.decoder import DecoderModel
+    from pilotfish.engine.proposers.sources import DraftSource
 
 _HEADS = ("medusa", "eagle", "dflash", "uno")  # each has a module and a function of its name
 
@@ -33,7 +33,7 @@ def load_heads(sources: Mapping[str, DraftSource], config: EngineConfig, target:
             heads[kind] = load(source.name, source.revision, target)
     if isinstance(cast("object", target.config), ModelConfig) and "mtp" not in sources:
         return heads  # these families have no such layers
-    from engine.proposers.heads.mtp import load_mtp, log_mtp_layers
+    from pilotfish.engine.proposers.heads.mtp import load_mtp, log_mtp_layers
 
     if "mtp" in sources:  # it is part of the target's own checkpoint
         heads["mtp"] = load_mtp(config.target, config.revision, target)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.attention import Attend
-from engine.control.prefill_budget import PrefillBudget
-from engine.kv.arena import KVArena, KVLayout
-from engine.model.decoder.stack import Tap
-from engine.model.runner import Runner
-from engine.proposers.base import Proposer
-from engine.types import Adapter
+from pilotfish.engine.attention import Attend
+from pilotfish.engine.control.prefill_budget import PrefillBudget
+from pilotfish.engine.kv.arena import KVArena, KVLayout
+from pilotfish.engine.model.decoder.stack import Tap
+from pilotfish.engine.model.runner import Runner
+from pilotfish.engine.proposers.base import Proposer
+from pilotfish.engine.types import Adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,28 +14,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from pilotfish.engine.attention import Attend
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.attention.registry import Ragged
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.batch import Feed, RaggedBatch
+from pilotfish.engine.model.checkpoint import shape_of
+from pilotfish.engine.model.decoder.architecture import Architecture, HeadNorm, NormForm
+from pilotfish.engine.model.decoder.families.builders import FULL, SLIDING
+from pilotfish.engine.model.decoder.norms import norm_of
+from pilotfish.engine.model.decoder.weights import HEAD, WeightReader
+from pilotfish.engine.proposers.chain import Chain, extend_at_once
+from pilotfish.engine.proposers.heads.base import Head, HeadContext
+from pilotfish.engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of
+from pilotfish.engine.proposers.heads.proposer import HeadProposer
+from pilotfish.engine.proposers.heads.weights import KIND, drafted_ids, flattened, load_checkpoint
+from pilotfish.engine.stats import Forward
 from torch import Tensor, nn
 
-from engine.attention import Attend
-from engine.attention.reference import AttentionSpec
-from engine.attention.registry import Ragged
-from engine.errors import ModelError
-from engine.kv.batch import Feed, RaggedBatch
-from engine.model.checkpoint import shape_of
-from engine.model.decoder.architecture import Architecture, HeadNorm, NormForm
-from engine.model.decoder.families.builders import FULL, SLIDING
-from engine.model.decoder.norms import norm_of
-from engine.model.decoder.weights import HEAD, WeightReader
-from engine.proposers.chain import Chain, extend_at_once
-from engine.proposers.heads.base import Head, HeadContext
-from engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of
-from engine.proposers.heads.proposer import HeadProposer
-from engine.proposers.heads.weights import KIND, drafted_ids, flattened, load_checkpoint
-from engine.stats import Forward
-
 if TYPE_CHECKING:
-    from engine.model.decoder.decoder import DecoderModel
-    from engine.model.decoder.families.described import ModelConfig
+    from pilotfish.engine.model.decoder.decoder import DecoderModel
+    from pilotfish.engine.model.decoder.families.described import ModelConfig
 
 # In the speculators form: parts of the target used in training, and the inverse of `d2t`.
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")

@@ -9,20 +9,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.decoder.architecture import Architecture, NormForm
+from pilotfish.engine.model.decoder.stack import FINAL
+from pilotfish.engine.model.decoder.weights import WeightReader
+from pilotfish.engine.proposers.heads.base import Head
+from pilotfish.engine.proposers.heads.eagle3 import is_eagle3, load_eagle3
+from pilotfish.engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of
+from pilotfish.engine.proposers.heads.proposer import HeadProposer
+from pilotfish.engine.proposers.heads.weights import KIND, flattened, load_checkpoint, matrix_shapes
 from torch import Tensor, nn
 
-from engine.errors import ModelError
-from engine.model.decoder.architecture import Architecture, NormForm
-from engine.model.decoder.stack import FINAL
-from engine.model.decoder.weights import WeightReader
-from engine.proposers.heads.base import Head
-from engine.proposers.heads.eagle3 import is_eagle3, load_eagle3
-from engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of
-from engine.proposers.heads.proposer import HeadProposer
-from engine.proposers.heads.weights import KIND, flattened, load_checkpoint, matrix_shapes
-
 if TYPE_CHECKING:
-    from engine.model.decoder.decoder import DecoderModel
+    from pilotfish.engine.model.decoder.decoder import DecoderModel
 
 
 class JoiningHead(FeatureHead):

@@ -18,23 +18,29 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.checkpoint import shape_of
+from pilotfish.engine.model.decoder.architecture import Architecture, NormForm
+from pilotfish.engine.model.decoder.norms import norm_of
+from pilotfish.engine.model.decoder.shapes import Shapes
+from pilotfish.engine.model.decoder.stack import FINAL
+from pilotfish.engine.model.decoder.weights import HEAD, WeightReader
+from pilotfish.engine.proposers.heads.base import Head
+from pilotfish.engine.proposers.heads.layers import (
+    FeatureHead,
+    check_sizes,
+    layer_config,
+    layer_of,
+    reader_of,
+    sizes_of,
+)
+from pilotfish.engine.proposers.heads.proposer import HeadProposer
+from pilotfish.engine.proposers.heads.weights import KIND, drafted_ids, flattened, matrix_shapes
 from torch import Tensor, nn
 
-from engine.errors import ModelError
-from engine.model.checkpoint import shape_of
-from engine.model.decoder.architecture import Architecture, NormForm
-from engine.model.decoder.norms import norm_of
-from engine.model.decoder.shapes import Shapes
-from engine.model.decoder.stack import FINAL
-from engine.model.decoder.weights import HEAD, WeightReader
-from engine.proposers.heads.base import Head
-from engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of, sizes_of
-from engine.proposers.heads.proposer import HeadProposer
-from engine.proposers.heads.weights import KIND, drafted_ids, flattened, matrix_shapes
-
 if TYPE_CHECKING:
-    from engine.model.decoder.decoder import DecoderModel
-    from engine.model.decoder.families.described import ModelConfig
+    from pilotfish.engine.model.decoder.decoder import DecoderModel
+    from pilotfish.engine.model.decoder.families.described import ModelConfig
 
 _MARK = "hidden_norm.weight"  # a norm that EAGLE-1 heads do not have
 _ARCHITECTURES = frozenset(

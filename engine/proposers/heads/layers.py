@@ -11,30 +11,29 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.attention.registry import Ragged
+from pilotfish.engine.errors import ModelError, shown
+from pilotfish.engine.kv.arena import KVLayout
+from pilotfish.engine.model.decoder.architecture import Architecture, Layer
+from pilotfish.engine.model.decoder.decoder import read_layers, use_ops
+from pilotfish.engine.model.decoder.families.builders import gated, grouped
+from pilotfish.engine.model.decoder.families.described import SCALINGS, ModelConfig, described_by
+from pilotfish.engine.model.decoder.norms import norm_of
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.decoder.rotary import Rotations
+from pilotfish.engine.model.decoder.shapes import Shapes, shapes_of, wanted_by
+from pilotfish.engine.model.decoder.stack import Stack
+from pilotfish.engine.model.decoder.weights import HEAD, TABLE, Embedding, WeightReader
+from pilotfish.engine.native import multiplies, rows_for
+from pilotfish.engine.proposers.base import Proposer
+from pilotfish.engine.proposers.heads.base import Head
+from pilotfish.engine.proposers.heads.weights import check_fits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.attention.reference import AttentionSpec
-from engine.attention.registry import Ragged
-from engine.errors import ModelError, shown
-from engine.kv.arena import KVLayout
-from engine.model.decoder.architecture import Architecture, Layer
-from engine.model.decoder.decoder import read_layers, use_ops
-from engine.model.decoder.families.builders import gated, grouped
-from engine.model.decoder.families.described import SCALINGS, ModelConfig, described_by
-from engine.model.decoder.norms import norm_of
-from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.rotary import Rotations
-from engine.model.decoder.shapes import Shapes, shapes_of, wanted_by
-from engine.model.decoder.stack import Stack
-from engine.model.decoder.weights import HEAD, TABLE, Embedding, WeightReader
-from engine.native import multiplies, rows_for
-from engine.proposers.base import Proposer
-from engine.proposers.heads.base import Head
-from engine.proposers.heads.weights import check_fits
-
 if TYPE_CHECKING:
-    from engine.model.decoder.decoder import DecoderModel
+    from pilotfish.engine.model.decoder.decoder import DecoderModel
 
 # Defaults of configs.
 _DEFAULTS = {"rms_norm_eps": 1e-6, "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 2048}

@@ -13,23 +13,22 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.decoder.shapes import Shapes
+from pilotfish.engine.model.decoder.stack import FINAL, Tap
+from pilotfish.engine.proposers.base import Passed
+from pilotfish.engine.proposers.chain import Chain, ChainProposer, extend
+from pilotfish.engine.proposers.heads.base import Head
+from pilotfish.engine.proposers.heads.features import Features
+from pilotfish.engine.proposers.heads.layers import sizes_of
+from pilotfish.engine.proposers.heads.weights import check_fits, load_checkpoint, matrix_shapes
+from pilotfish.engine.stats import Forward
+from pilotfish.engine.types import Sequence
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from engine.errors import ModelError
-from engine.model.decoder.shapes import Shapes
-from engine.model.decoder.stack import FINAL, Tap
-from engine.proposers.base import Passed
-from engine.proposers.chain import Chain, ChainProposer, extend
-from engine.proposers.heads.base import Head
-from engine.proposers.heads.features import Features
-from engine.proposers.heads.layers import sizes_of
-from engine.proposers.heads.weights import check_fits, load_checkpoint, matrix_shapes
-from engine.stats import Forward
-from engine.types import Sequence
-
 if TYPE_CHECKING:
-    from engine.model.decoder.decoder import DecoderModel
+    from pilotfish.engine.model.decoder.decoder import DecoderModel
 
 
 def load_medusa(name: str, revision: str | None, target: DecoderModel) -> Head:

@@ -25,30 +25,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.checkpoint import as_model_error, read_config, shape_of
+from pilotfish.engine.model.decoder.architecture import Architecture
+from pilotfish.engine.model.decoder.families.table import architecture_for
+from pilotfish.engine.model.decoder.load import check, prepared
+from pilotfish.engine.model.decoder.norms import norm_of
+from pilotfish.engine.model.decoder.shapes import Shapes, shapes_of
+from pilotfish.engine.model.decoder.stack import FINAL
+from pilotfish.engine.model.decoder.weights import HEAD, TABLE, WeightReader, fused_name
+from pilotfish.engine.model.gguf.container import gguf_file
+from pilotfish.engine.model.published.methods import quantisation_of, read_weights
+from pilotfish.engine.model.text_part import names_in_whole
+from pilotfish.engine.proposers.heads.base import Head
+from pilotfish.engine.proposers.heads.eagle import JoiningHead
+from pilotfish.engine.proposers.heads.proposer import HeadProposer
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.errors import ModelError
-from engine.model.checkpoint import as_model_error, read_config, shape_of
-from engine.model.decoder.architecture import Architecture
-from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.load import check, prepared
-from engine.model.decoder.norms import norm_of
-from engine.model.decoder.shapes import Shapes, shapes_of
-from engine.model.decoder.stack import FINAL
-from engine.model.decoder.weights import HEAD, TABLE, WeightReader, fused_name
-from engine.model.gguf.container import gguf_file
-from engine.model.published.methods import quantisation_of, read_weights
-from engine.model.text_part import names_in_whole
-from engine.proposers.heads.base import Head
-from engine.proposers.heads.eagle import JoiningHead
-from engine.proposers.heads.proposer import HeadProposer
-
 if TYPE_CHECKING:
+    from pilotfish.engine.model.decoder.decoder import DecoderModel
+    from pilotfish.engine.model.published.base import Codes, Weights
     from transformers import PreTrainedConfig
-
-    from engine.model.decoder.decoder import DecoderModel
-    from engine.model.published.base import Codes, Weights
 
 log = logging.getLogger(__name__)
 

@@ -10,17 +10,16 @@ from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
 import torch
+from pilotfish.engine.attention.registry import Ragged
+from pilotfish.engine.kv.batch import Feed, RaggedBatch
+from pilotfish.engine.proposers.base import Passed
+from pilotfish.engine.proposers.chain import Chain, ChainProposer, extend
+from pilotfish.engine.proposers.heads.base import HeadContext
+from pilotfish.engine.proposers.heads.features import Features
+from pilotfish.engine.proposers.heads.layers import FeatureHead
+from pilotfish.engine.stats import Forward
+from pilotfish.engine.types import KVCursor, Sequence
 from torch import Tensor
-
-from engine.attention.registry import Ragged
-from engine.kv.batch import Feed, RaggedBatch
-from engine.proposers.base import Passed
-from engine.proposers.chain import Chain, ChainProposer, extend
-from engine.proposers.heads.base import HeadContext
-from engine.proposers.heads.features import Features
-from engine.proposers.heads.layers import FeatureHead
-from engine.stats import Forward
-from engine.types import KVCursor, Sequence
 
 MOST_UNFED = 512  # features kept of an unused head, once more than twice as many are stored
 

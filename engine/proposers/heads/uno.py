@@ -20,23 +20,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-
-from engine.errors import ModelError, shown
-from engine.kv.batch import Feed
-from engine.model.adapters.peft import CONFIG, WEIGHTS
-from engine.model.checkpoint import as_model_error, shape_of
-from engine.model.published.files import folder_of
-from engine.model.runner import Runner
-from engine.proposers.chain import Chain, ChainProposer, extend_at_once
-from engine.proposers.heads.base import Head, HeadContext
-from engine.recurrent.arena import parts_of
-from engine.sampling.distribution import signed
-from engine.sampling.noise import Stream, uniform
-from engine.stats import Forward
-from engine.types import Adapter
+from pilotfish.engine.errors import ModelError, shown
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.adapters.peft import CONFIG, WEIGHTS
+from pilotfish.engine.model.checkpoint import as_model_error, shape_of
+from pilotfish.engine.model.published.files import folder_of
+from pilotfish.engine.model.runner import Runner
+from pilotfish.engine.proposers.chain import Chain, ChainProposer, extend_at_once
+from pilotfish.engine.proposers.heads.base import Head, HeadContext
+from pilotfish.engine.recurrent.arena import parts_of
+from pilotfish.engine.sampling.distribution import signed
+from pilotfish.engine.sampling.noise import Stream, uniform
+from pilotfish.engine.stats import Forward
+from pilotfish.engine.types import Adapter
 
 if TYPE_CHECKING:
-    from engine.model.decoder.decoder import DecoderModel
+    from pilotfish.engine.model.decoder.decoder import DecoderModel
 
 INNER = "adapter"  # its folder in a checkpoint with the base model, such as s-sahoo/uno-qwen3-8B
 _LOWEST = 1  # first token id of noise, in training and in the authors' engine

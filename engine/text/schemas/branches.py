@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
-from engine.text.schemas.keywords import VALUES, Branch, Keywords, Schema
-from engine.text.schemas.numbers import checked
-from engine.text.schemas.patterns import writable
+from pilotfish.engine.text.schemas.keywords import VALUES, Branch, Keywords, Schema
+from pilotfish.engine.text.schemas.numbers import checked
+from pilotfish.engine.text.schemas.patterns import writable
 
 MAX_PARTS = 20_000  # maximum schemas and branches; each takes about 20 us
 _PARTS_PER_COUNT = 100  # maximum size of a copied branch

@@ -10,8 +10,8 @@ from fractions import Fraction
 from typing import Any, NoReturn, TypeAlias
 from urllib.parse import unquote, urldefrag, urljoin
 
-from engine.text.schemas.numbers import Bound, NumberSet, checked
-from engine.text.schemas.patterns import Alphabet, patterns_of, searched
+from pilotfish.engine.text.schemas.numbers import Bound, NumberSet, checked
+from pilotfish.engine.text.schemas.patterns import Alphabet, patterns_of, searched
 
 Schema: TypeAlias = Any  # an object, true or false; invalid ones may have any type
 

@@ -24,12 +24,11 @@ from itertools import combinations
 from typing import TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
-
-from engine.text.matcher import first_line, parser_limits
-from engine.text.schemas.branches import Branches
-from engine.text.schemas.keywords import JSON, TEXT, Branch, Document, Keywords, Schema, values_of
-from engine.text.schemas.numbers import SPACES, NumberSet
-from engine.text.schemas.patterns import Alphabet, texts
+from pilotfish.engine.text.matcher import first_line, parser_limits
+from pilotfish.engine.text.schemas.branches import Branches
+from pilotfish.engine.text.schemas.keywords import JSON, TEXT, Branch, Document, Keywords, Schema, values_of
+from pilotfish.engine.text.schemas.numbers import SPACES, NumberSet
+from pilotfish.engine.text.schemas.patterns import Alphabet, texts
 
 _LIMITS = parser_limits(initial_lexer_fuel=300_000)  # about 20 ms: a schema may need hundreds of such tests
 _NO_WAY_ON = "NoExtensionBias"  # the library's report if neither a byte nor the end is possible

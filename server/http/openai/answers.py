@@ -12,18 +12,17 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import msgspec
-
-from engine.text.codec import Codec, OutputText
-from engine.types import FinishedOutput, FinishReason, Logprob, TokenEvent
-from server.chat import Conversation
-from server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
-from server.http.agents import AgentBody
-from server.http.bodies import ParsedBody
-from server.http.calls import Answers, Events, Json, encoded, list_of
-from server.http.openai.bodies import ChatBody, CompletionBody, OpenAiBody
-from server.http.pieces import TOKENS_PER_TURN, CallReader, call_id
-from server.model import ServedModel
-from server.streams.stream import OutputStream
+from pilotfish.engine.text.codec import Codec, OutputText
+from pilotfish.engine.types import FinishedOutput, FinishReason, Logprob, TokenEvent
+from pilotfish.server.chat import Conversation
+from pilotfish.server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
+from pilotfish.server.http.agents import AgentBody
+from pilotfish.server.http.bodies import ParsedBody
+from pilotfish.server.http.calls import Answers, Events, Json, encoded, list_of
+from pilotfish.server.http.openai.bodies import ChatBody, CompletionBody, OpenAiBody
+from pilotfish.server.http.pieces import TOKENS_PER_TURN, CallReader, call_id
+from pilotfish.server.model import ServedModel
+from pilotfish.server.streams.stream import OutputStream
 
 
 def usage_of(prompts: Iterable[Sequence[FinishedOutput]], num_predicted: int, reasoning_tokens: int) -> Json:

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
-
-from engine.errors import Violation, shown
-from engine.params import Guided
-from engine.types import Request
-from server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation, ToolCall
-from server.formats.base import ANY_OBJECT
-from server.http.bodies import (
+from pilotfish.engine.errors import Violation, shown
+from pilotfish.engine.params import Guided
+from pilotfish.engine.types import Request
+from pilotfish.server.chat import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Conversation, ToolCall
+from pilotfish.server.formats.base import ANY_OBJECT
+from pilotfish.server.http.bodies import (
     OPENAI_TEMPERATURE,
     FunctionBody,
     GenerationFields,
@@ -22,7 +20,7 @@ from server.http.bodies import (
     TextContent,
     template_arguments,
 )
-from server.http.fields import (
+from pilotfish.server.http.fields import (
     MAX_PROMPTS,
     TEXT_OR_LIST,
     Body,
@@ -37,6 +35,7 @@ from server.http.fields import (
     not_served,
     text_of,
 )
+from pydantic import BeforeValidator, Field
 
 
 class JsonSchema(Body):

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pilotfish.engine.control.acceptance import Acceptance, Source
+from pilotfish.engine.control.adaptive import AdaptiveK
+from pilotfish.engine.control.constants import EXPLORING
+from pilotfish.engine.control.controller import Control, Speedup
+from pilotfish.engine.control.cost_model import KNOTS, CostModel, quantities
+from pilotfish.engine.control.goodput import Found, Offer, Traits, drafting_seconds
+from pilotfish.engine.control.step_time import BatchLoad, StepFeedback
+from pilotfish.engine.params import MAX_NUM_DRAFT, SpeculationMode
+from pilotfish.engine.types import Sequence
 
-from engine.control.acceptance import Acceptance, Source
-from engine.control.adaptive import AdaptiveK
-from engine.control.constants import EXPLORING
-from engine.control.controller import Control, Speedup
-from engine.control.cost_model import KNOTS, CostModel, quantities
-from engine.control.goodput import Found, Offer, Traits, drafting_seconds
-from engine.control.step_time import BatchLoad, StepFeedback
-from engine.params import MAX_NUM_DRAFT, SpeculationMode
-from engine.types import Sequence
 from tests.clockwork import BUDGET, COSTS, MOST, READS, Books, Costs, Machine
 from tests.engine.test_scheduler import sequence
 

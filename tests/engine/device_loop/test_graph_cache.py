@@ -9,19 +9,19 @@ from itertools import count
 
 import pytest
 import torch
+from pilotfish.engine.attention import registry
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.device_loop.graph_cache import GraphCache, RoundShape, covering, in_order_of_worth, sizes_for
+from pilotfish.engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
+from pilotfish.engine.device_loop.round import Round, RoundOps, Run
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kernels import faults
+from pilotfish.engine.model.runner import ModelRunner
+from pilotfish.engine.startup.calibrate import calibrate
+from pilotfish.engine.startup.memory import GIB, graph_bytes
+from pilotfish.engine.startup.warm import make_ready
 
-from engine.attention import registry
-from engine.config import EngineConfig
-from engine.device_loop.graph_cache import GraphCache, RoundShape, covering, in_order_of_worth, sizes_for
-from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
-from engine.device_loop.round import Round, RoundOps, Run
-from engine.engine import Engine
-from engine.errors import ModelError
-from engine.kernels import faults
-from engine.model.runner import ModelRunner
-from engine.startup.calibrate import calibrate
-from engine.startup.memory import GIB, graph_bytes
-from engine.startup.warm import make_ready
 from tests.card import Card, here
 from tests.engine.device_loop.test_round import run_and_check
 from tests.engine.startup.test_memory import LLAMA_8B
@@ -222,7 +222,7 @@ def test_attention_that_does_not_fit_means_plain_steps(
 ) -> None:
     """Triton's error is none of Python's own kinds: it would end the load."""
     ops = RoundOps(partial(refusing, fault=fault), PLAIN.commit)
-    monkeypatch.setattr("engine.startup.device_loop.ops_on", lambda _: ops)
+    monkeypatch.setattr("pilotfish.engine.startup.device_loop.ops_on", lambda _: ops)
     with pytest.raises(ModelError, match="loop=rounds is not supported: the first round failed: out of resource"):
         engine_of()
     for module in ("build", "device_loop"):

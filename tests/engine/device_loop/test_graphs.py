@@ -9,16 +9,16 @@ from functools import partial
 
 import pytest
 import torch
+from pilotfish.engine.device_loop import graphs, layout, slots
+from pilotfish.engine.device_loop.graph_cache import RoundShape
+from pilotfish.engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse, RecordedRound
+from pilotfish.engine.device_loop.layout import Layout
+from pilotfish.engine.device_loop.results import PendingRound
+from pilotfish.engine.device_loop.round import Round
+from pilotfish.engine.device_loop.slots import DeviceSlots, Tables
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.kernels.paging import Paging, send
 
-from engine.device_loop import graphs, layout, slots
-from engine.device_loop.graph_cache import RoundShape
-from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse, RecordedRound
-from engine.device_loop.layout import Layout
-from engine.device_loop.results import PendingRound
-from engine.device_loop.round import Round
-from engine.device_loop.slots import DeviceSlots, Tables
-from engine.engine import Engine
-from engine.kernels.paging import Paging, send
 from tests import fakes
 from tests.card import Card, here
 from tests.loops import engine_of, loop_of, on_the_card, plainly, recorded, request

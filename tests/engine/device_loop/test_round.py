@@ -10,21 +10,21 @@ from functools import partial
 
 import pytest
 import torch
+from pilotfish.engine.device_loop import slots
+from pilotfish.engine.device_loop.graph_cache import RoundShape, covering
+from pilotfish.engine.device_loop.graphs import RecordedRound
+from pilotfish.engine.device_loop.round import Round, RoundOps
+from pilotfish.engine.device_loop.slots import REJECTS
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kernels.paging import send
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.runner import ModelRunner
+from pilotfish.engine.params import SamplingParams, SpeculationMode, Verification
+from pilotfish.engine.startup.device_loop import ops_on
+from pilotfish.engine.step import Work
+from pilotfish.engine.types import FinishReason, KVCursor, Request
 
-from engine.device_loop import slots
-from engine.device_loop.graph_cache import RoundShape, covering
-from engine.device_loop.graphs import RecordedRound
-from engine.device_loop.round import Round, RoundOps
-from engine.device_loop.slots import REJECTS
-from engine.engine import Engine
-from engine.errors import ModelError
-from engine.kernels.paging import send
-from engine.kv.batch import Feed
-from engine.model.runner import ModelRunner
-from engine.params import SamplingParams, SpeculationMode, Verification
-from engine.startup.device_loop import ops_on
-from engine.step import Work
-from engine.types import FinishReason, KVCursor, Request
 from tests import fakes, zoo
 from tests.card import Card, here
 from tests.interpreting import WHY_NOT

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from pilotfish.engine.control.adaptive import AdaptiveK
+from pilotfish.engine.control.controller import levelled
+from pilotfish.engine.control.cost_model import KNOTS
+from pilotfish.engine.control.step_time import StepFeedback as Done
+from pilotfish.engine.device_loop.graph_cache import GraphCache, covering
+from pilotfish.engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
+from pilotfish.engine.device_loop.round import Round
+from pilotfish.engine.kernels.args import Committed
+from pilotfish.engine.params import SpeculationMode
+from pilotfish.engine.types import KVCursor, Sequence
 from torch import Tensor
 
-from engine.control.adaptive import AdaptiveK
-from engine.control.controller import levelled
-from engine.control.cost_model import KNOTS
-from engine.control.step_time import StepFeedback as Done
-from engine.device_loop.graph_cache import GraphCache, covering
-from engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse
-from engine.device_loop.round import Round
-from engine.kernels.args import Committed
-from engine.params import SpeculationMode
-from engine.types import KVCursor, Sequence
 from tests import fakes
 from tests.card import here
 from tests.loops import on_the_card, recorded

@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
-from engine.kv.pages import PagePool
-from engine.stats import CacheChange
-from engine.types import KVCursor
+from pilotfish.engine.kv.pages import PagePool
+from pilotfish.engine.stats import CacheChange
+from pilotfish.engine.types import KVCursor
 
 PAGE = 2
 TEXT = st.lists(st.integers(0, 1), min_size=1, max_size=9)

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
-from engine.kv.pages import PagePool
-from engine.kv.states import StatePool
-from engine.types import EMPTY_STATE, KVCursor, StateSpan
+from pilotfish.engine.kv.pages import PagePool
+from pilotfish.engine.kv.states import StatePool
+from pilotfish.engine.types import EMPTY_STATE, KVCursor, StateSpan
 
 PAGE, LOG = 4, 3
 

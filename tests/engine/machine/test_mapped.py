@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-from engine.kv.arena import KVArena, KVLayout, LayerKV
-from engine.machine.mapped import release_libraries, release_mapped
+from pilotfish.engine.kv.arena import KVArena, KVLayout, LayerKV
+from pilotfish.engine.machine.mapped import release_libraries, release_mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by Linux")
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from engine.machine import threads
-from engine.machine.threads import cores, exactly, pool_threads, quota, use_threads
+from pilotfish.engine.machine import threads
+from pilotfish.engine.machine.threads import cores, exactly, pool_threads, quota, use_threads
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

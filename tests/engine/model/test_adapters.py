@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.adapters.peft import read_adapter
+from pilotfish.engine.model.adapters.store import Adapters
+from pilotfish.engine.model.decoder.attention import JoinedPart
+from pilotfish.engine.model.linear.cuda import Fp8Linear
+from pilotfish.engine.model.linear.low_rank import LowRankProduct
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from engine.errors import ModelError
-from engine.kv.batch import Feed
-from engine.model.adapters.peft import read_adapter
-from engine.model.adapters.store import Adapters
-from engine.model.decoder.attention import JoinedPart
-from engine.model.linear.cuda import Fp8Linear
-from engine.model.linear.low_rank import LowRankProduct
 from tests import adapters, zoo
 
 TARGETS = ["q_proj", "down_proj"]

@@ -10,27 +10,27 @@ from typing import Any
 
 import pytest
 import torch
+from pilotfish.engine.attention import choose
+from pilotfish.engine.kernels import faults, reference
+from pilotfish.engine.kv.arena import KVArena
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.adapters.store import find_place
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.decoder.experts import MixtureMLP
+from pilotfish.engine.model.decoder.families.table import FAMILIES, architecture_for
+from pilotfish.engine.model.decoder.load import load_decoder
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.decoder.stack import FINAL, Tap
+from pilotfish.engine.model.linear.rounding import round_weight
+from pilotfish.engine.model.runner import ModelRunner, layout_of_model
+from pilotfish.engine.model.unbatched import plain_logits
+from pilotfish.engine.proposers.model import first_layers
+from pilotfish.engine.recurrent.arena import StateArena
+from pilotfish.engine.types import EMPTY_STATE, StateSpan
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.attention import choose
-from engine.kernels import faults, reference
-from engine.kv.arena import KVArena
-from engine.kv.batch import Feed
-from engine.model.adapters.store import find_place
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.experts import MixtureMLP
-from engine.model.decoder.families.table import FAMILIES, architecture_for
-from engine.model.decoder.load import load_decoder
-from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.stack import FINAL, Tap
-from engine.model.linear.rounding import round_weight
-from engine.model.runner import ModelRunner, layout_of_model
-from engine.model.unbatched import plain_logits
-from engine.proposers.model import first_layers
-from engine.recurrent.arena import StateArena
-from engine.types import EMPTY_STATE, StateSpan
 from tests import zoo
 from tests.classes import tiny
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pilotfish.engine.model.checkpoint import read_config
+from pilotfish.engine.model.decoder.families.described import ModelConfig, described_by
+from pilotfish.engine.model.decoder.families.table import architecture_for
+from pilotfish.models import embedded_eagle, embedded_target
 from transformers import AutoConfig
-
-from engine.model.checkpoint import read_config
-from engine.model.decoder.families.described import ModelConfig, described_by
-from engine.model.decoder.families.table import architecture_for
-from models import embedded_eagle, embedded_target
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 14, "num_attention_heads": 4,
@@ -86,7 +85,7 @@ def test_a_model_of_the_table_is_served_without_transformers_or_compilers(head: 
     drafts = f", draft={str(embedded_eagle())!r}, speculation='fixed'" if head else ""
     assert isinstance(read_config(str(embedded_target()), None), ModelConfig)
     program = (
-        "import sys; from engine import LLM, SamplingParams; "
+        "import sys; from pilotfish.engine import LLM, SamplingParams; "
         f"llm = LLM({str(embedded_target())!r}, device='cpu', kv_memory=0.01{drafts}); "
         "[done] = llm.generate([[5, 6]], SamplingParams(max_tokens=9, ignore_eos=True)); "
         f"assert len(done.token_ids) == 9 and done.stats.drafted >= {int(head)}; "

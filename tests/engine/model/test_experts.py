@@ -6,18 +6,18 @@ from typing import Any, cast
 
 import pytest
 import torch
+from pilotfish.engine.choices import Weights
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.machine.threads import exactly
+from pilotfish.engine.model.decoder.decoder import is_batch_invariant, runs_in_c
+from pilotfish.engine.model.decoder.experts import MixtureMLP
+from pilotfish.engine.model.linear.experts import FusedExperts, RoutedExperts
+from pilotfish.engine.native import multiplies
+from pilotfish.engine.native.experts import ExpertMatrices
+from pilotfish.engine.startup.build import assemble
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.choices import Weights
-from engine.config import EngineConfig
-from engine.machine.threads import exactly
-from engine.model.decoder.decoder import is_batch_invariant, runs_in_c
-from engine.model.decoder.experts import MixtureMLP
-from engine.model.linear.experts import FusedExperts, RoutedExperts
-from engine.native import multiplies
-from engine.native.experts import ExpertMatrices
-from engine.startup.build import assemble
 from tests import fakes, zoo
 
 NEW_TOKENS = 12

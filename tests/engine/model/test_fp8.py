@@ -8,23 +8,23 @@ import logging
 
 import pytest
 import torch
+from pilotfish.engine import kernels
+from pilotfish.engine.choices import Weights
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kernels import faults, has_triton, reference
+from pilotfish.engine.kernels.args import GROUP, LARGEST
+from pilotfish.engine.kernels.reference import round_rows
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.decoder.shapes import num_bytes
+from pilotfish.engine.model.linear.cuda import Fp8Linear, W4Linear, round_weight
+from pilotfish.engine.startup.build import load
+from pilotfish.engine.startup.precision import weights_of
+from pilotfish.models import embedded_target
 from torch import nn
 from transformers import LlamaConfig
 
-from engine import kernels
-from engine.choices import Weights
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.kernels import faults, has_triton, reference
-from engine.kernels.args import GROUP, LARGEST
-from engine.kernels.reference import round_rows
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.shapes import num_bytes
-from engine.model.linear.cuda import Fp8Linear, W4Linear, round_weight
-from engine.startup.build import load
-from engine.startup.precision import weights_of
-from models import embedded_target
 from tests import fakes, zoo
 from tests.loops import engine_of, request
 from tests.zoo import logits

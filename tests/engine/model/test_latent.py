@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from pilotfish.engine import LLM, SamplingParams
+from pilotfish.engine.attention import choose
+from pilotfish.engine.choices import Weights
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.arena import KVArena, LayerKV
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.machine.threads import exactly
+from pilotfish.engine.model.adapters.store import find_place
+from pilotfish.engine.model.decoder.decoder import is_batch_invariant
+from pilotfish.engine.model.decoder.families.table import architecture_for
+from pilotfish.engine.model.decoder.latent import HeadProducts
+from pilotfish.engine.model.fallback import kv_layout
+from pilotfish.engine.model.runner import ModelRunner, layout_of_model
+from pilotfish.engine.startup.check import Facts
 from transformers import AutoConfig, PreTrainedModel
 
-from engine import LLM, SamplingParams
-from engine.attention import choose
-from engine.choices import Weights
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.kv.arena import KVArena, LayerKV
-from engine.kv.batch import Feed
-from engine.machine.threads import exactly
-from engine.model.adapters.store import find_place
-from engine.model.decoder.decoder import is_batch_invariant
-from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.latent import HeadProducts
-from engine.model.fallback import kv_layout
-from engine.model.runner import ModelRunner, layout_of_model
-from engine.startup.check import Facts
 from tests import adapters, zoo
 from tests.families import generate
 

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.machine import mapped
+from pilotfish.engine.machine.mapped import ReadProgress
+from pilotfish.engine.model.fallback import load_model
+from pilotfish.engine.model.quantize import save_quantised
+from pilotfish.engine.startup.build import load, pick_device
+from pilotfish.models import embedded_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.machine import mapped
-from engine.machine.mapped import ReadProgress
-from engine.model.fallback import load_model
-from engine.model.quantize import save_quantised
-from engine.startup.build import load, pick_device
-from models import embedded_target
 from tests import zoo
 
 CPU = torch.device("cpu")
@@ -31,8 +31,8 @@ _MEASURE = """
 import os
 import sys
 from pathlib import Path
-from engine.startup.build import load, pick_device
-from engine.config import EngineConfig
+from pilotfish.engine.startup.build import load, pick_device
+from pilotfish.engine.config import EngineConfig
 
 def status(field):
     return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines()

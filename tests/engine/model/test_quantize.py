@@ -8,19 +8,19 @@ from typing import cast
 
 import pytest
 import torch
+from pilotfish.engine.choices import Rounded, Weights
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.linear.grouped import GroupedLinear, PackedLinear
+from pilotfish.engine.model.published.base import CodedEmbedding
+from pilotfish.engine.model.quantize import save_quantised
+from pilotfish.engine.startup.build import load, pick_device
+from pilotfish.models import embedded_target
+from pilotfish.server import cli
 from safetensors import safe_open
 from torch import nn
 
-from engine.choices import Rounded, Weights
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.linear.grouped import GroupedLinear, PackedLinear
-from engine.model.published.base import CodedEmbedding
-from engine.model.quantize import save_quantised
-from engine.startup.build import load, pick_device
-from models import embedded_target
-from server import cli
 from tests import zoo
 from tests.engine.model.test_decoder import CASES, _model, _runner, feed
 from tests.zoo import logits

@@ -6,17 +6,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pilotfish.engine.machine.threads import exactly
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.decoder.families.table import architecture_for
+from pilotfish.engine.model.decoder.weights import WeightReader
+from pilotfish.engine.model.linear import grouped
+from pilotfish.engine.model.linear.activations import RowWise
+from pilotfish.engine.model.linear.grouped import GroupedLinear, round_rows
+from pilotfish.engine.model.linear.rounding import _in_torch, round_weight
+from pilotfish.engine.native.weights import GroupedCodes
 from torch import nn
 
-from engine.machine.threads import exactly
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.weights import WeightReader
-from engine.model.linear import grouped
-from engine.model.linear.activations import RowWise
-from engine.model.linear.grouped import GroupedLinear, round_rows
-from engine.model.linear.rounding import _in_torch, round_weight
-from engine.native.weights import GroupedCodes
 from tests import zoo
 from tests.drawn import numbers
 

@@ -8,15 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pilotfish.engine import parallel
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError, RankLost
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.machine.rank import RankInfo
+from pilotfish.engine.parallel import Ranks, ShardedRunner, worker_loop
+from pilotfish.engine.types import StateSpan
 from pydantic import ValidationError
-
-from engine import parallel
-from engine.config import EngineConfig
-from engine.errors import ModelError, RankLost
-from engine.kv.batch import Feed
-from engine.machine.rank import RankInfo
-from engine.parallel import Ranks, ShardedRunner, worker_loop
-from engine.types import StateSpan
 
 NUMBERS = st.integers(0, 2**31)
 STATES = st.none() | st.builds(StateSpan, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.none() | st.tuples(NUMBERS, NUMBERS))

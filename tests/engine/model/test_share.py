@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kv.arena import LayerKV
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.decoder.architecture import Architecture
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.decoder.families.table import architecture_for
+from pilotfish.engine.model.decoder.load import prepared
+from pilotfish.engine.model.decoder.ops import LayerOps
+from pilotfish.engine.model.decoder.shapes import is_aligned, shapes_of
+from pilotfish.engine.model.decoder.share import Share, ShareOfWeights, share_of, sum_results
+from pilotfish.engine.model.decoder.weights import WeightReader
+from pilotfish.engine.model.unbatched import plain_logits
+from pilotfish.engine.startup.implementation import Implementation
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.kernels import reference
-from engine.kv.arena import LayerKV
-from engine.kv.batch import Feed
-from engine.model.decoder.architecture import Architecture
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.families.table import architecture_for
-from engine.model.decoder.load import prepared
-from engine.model.decoder.ops import LayerOps
-from engine.model.decoder.shapes import is_aligned, shapes_of
-from engine.model.decoder.share import Share, ShareOfWeights, share_of, sum_results
-from engine.model.decoder.weights import WeightReader
-from engine.model.unbatched import plain_logits
-from engine.startup.implementation import Implementation
 from tests import zoo
 from tests.engine.model.test_decoder import CASES, CPU, _model, _off, _runner, feed
 

@@ -8,17 +8,17 @@ from functools import partial
 
 import pytest
 import torch
+from pilotfish.engine.attention import choose
+from pilotfish.engine.choices import KVType
+from pilotfish.engine.kv.arena import KVArena
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.decoder.stack import FINAL, Stack, Tap
+from pilotfish.engine.model.runner import ModelRunner, layout_of_model
+from pilotfish.engine.native import library, multiplies
+from pilotfish.engine.proposers.model import first_layers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.attention import choose
-from engine.choices import KVType
-from engine.kv.arena import KVArena
-from engine.kv.batch import Feed
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.stack import FINAL, Stack, Tap
-from engine.model.runner import ModelRunner, layout_of_model
-from engine.native import library, multiplies
-from engine.proposers.model import first_layers
 from tests import zoo
 
 CPU = torch.device("cpu")

@@ -6,17 +6,17 @@ import copy
 
 import pytest
 import torch
+from pilotfish.engine import attention
+from pilotfish.engine.attention import reference
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.arena import KVArena
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.decoder.stack import FINAL, Stack, Tap
+from pilotfish.engine.model.runner import ModelRunner, layout_of_model
+from pilotfish.engine.native import library
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from engine import attention
-from engine.attention import reference
-from engine.errors import ModelError
-from engine.kv.arena import KVArena
-from engine.kv.batch import Feed
-from engine.model.decoder.stack import FINAL, Stack, Tap
-from engine.model.runner import ModelRunner, layout_of_model
-from engine.native import library
 from tests import zoo
 
 TOKENS = [3, 7, 11, 2, 9, 4]

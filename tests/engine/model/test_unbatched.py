@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.arena import KVArena, KVLayout
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.unbatched import TOKENS, UnbatchedRunner, cache_layout, plain_logits, use_own_attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.errors import ModelError
-from engine.kv.arena import KVArena, KVLayout
-from engine.kv.batch import Feed
-from engine.model.unbatched import TOKENS, UnbatchedRunner, cache_layout, plain_logits, use_own_attention
 from tests import zoo
 from tests.classes import tiny
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pilotfish.engine.attention import reference
+from pilotfish.engine.model.linear.grouped import PortableGrouped
+from pilotfish.engine.native import PackedMatrix, build, compiled, library, matmul
 from torch import Tensor
 
-from engine.attention import reference
-from engine.model.linear.grouped import PortableGrouped
-from engine.native import PackedMatrix, build, compiled, library, matmul
 from tests.drawn import int16s, numbers
 from tests.drawn_codes import codes
 from tests.engine.native.test_native import LATENT, Problem

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from pilotfish.engine.native import PackedMatrix, build, compiled, instructions, library, matmul
 
-from engine.native import PackedMatrix, build, compiled, instructions, library, matmul
 from tests import conftest
 from tests.drawn import numbers
 from tests.engine.native.test_native import Problem

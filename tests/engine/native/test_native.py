@@ -9,17 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pilotfish.engine.attention import native, reference, sdpa
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.kernels.reference import round_heads
+from pilotfish.engine.kv.arena import floats_of
+from pilotfish.engine.kv.batch import Feed, RaggedBatch
+from pilotfish.engine.machine.threads import exactly
+from pilotfish.engine.native import Rows, library
+from pilotfish.engine.native.rows import GELU_TANH, SILU
 from torch import Tensor
 from torch.nn import functional as F
-
-from engine.attention import native, reference, sdpa
-from engine.attention.reference import AttentionSpec
-from engine.kernels.reference import round_heads
-from engine.kv.arena import floats_of
-from engine.kv.batch import Feed, RaggedBatch
-from engine.machine.threads import exactly
-from engine.native import Rows, library
-from engine.native.rows import GELU_TANH, SILU
 
 needs_kernel = pytest.mark.skipif(library() is None, reason="no C kernels here")
 CPU = torch.device("cpu")

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.decoder.stack import FINAL
+from pilotfish.engine.proposers.base import Lookup
+from pilotfish.engine.proposers.heads import proposer
+from pilotfish.engine.proposers.model import first_layers
+from pilotfish.engine.startup.calibrate import drafters_of
+from pilotfish.engine.startup.warm import make_ready
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import ModelError
-from engine.model.decoder.stack import FINAL
-from engine.proposers.base import Lookup
-from engine.proposers.heads import proposer
-from engine.proposers.model import first_layers
-from engine.startup.calibrate import drafters_of
-from engine.startup.warm import make_ready
 from tests import fakes, heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints, test_dflash
 from tests.scripted import drafts_from

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.proposers.sources import DraftSource
+from pilotfish.engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
+from pilotfish.engine.startup import drafters
+from pilotfish.engine.startup.drafters import match_vocabularies
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.kv.batch import Feed
-from engine.proposers.sources import DraftSource
-from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
-from engine.startup import drafters
-from engine.startup.drafters import match_vocabularies
 from tests import fakes, zoo
 
 TEXT = ["the cat sat on the mat, the hat that the cat had", "naïve café and the façade", "def add(a, b):\n    return a"]

@@ -6,18 +6,18 @@ from collections.abc import Sequence as Seq
 
 import pytest
 import torch
+from pilotfish.engine.attention import choose, reference
+from pilotfish.engine.attention.registry import Attend, Ragged
+from pilotfish.engine.kv.arena import KVArena
+from pilotfish.engine.kv.batch import Feed, RaggedBatch
+from pilotfish.engine.kv.states import StatePool
+from pilotfish.engine.model.runner import layout_of_model
+from pilotfish.engine.native import library
+from pilotfish.engine.recurrent.arena import StateArena, bytes_per_slot, parts_of
+from pilotfish.engine.types import KVCursor
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.attention import choose, reference
-from engine.attention.registry import Attend, Ragged
-from engine.kv.arena import KVArena
-from engine.kv.batch import Feed, RaggedBatch
-from engine.kv.states import StatePool
-from engine.model.runner import layout_of_model
-from engine.native import library
-from engine.recurrent.arena import StateArena, bytes_per_slot, parts_of
-from engine.types import KVCursor
 from tests.classes import KINDS, tiny
 from tests.zoo import VOCAB, as_served, family_config, with_large_weights
 from tests.zoo import reference as plain

@@ -11,16 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pilotfish.engine.kv.batch import Feed, RaggedBatch
+from pilotfish.engine.kv.states import StatePool
+from pilotfish.engine.machine.threads import exactly
+from pilotfish.engine.native import library
+from pilotfish.engine.native.recurrent import scans
+from pilotfish.engine.recurrent import native, rules
+from pilotfish.engine.recurrent.arena import PartSlots, ScanPlan, StatePart
+from pilotfish.engine.types import EMPTY_STATE, KVCursor, StateSpan
 from torch import Tensor
-
-from engine.kv.batch import Feed, RaggedBatch
-from engine.kv.states import StatePool
-from engine.machine.threads import exactly
-from engine.native import library
-from engine.native.recurrent import scans
-from engine.recurrent import native, rules
-from engine.recurrent.arena import PartSlots, ScanPlan, StatePart
-from engine.types import EMPTY_STATE, KVCursor, StateSpan
 
 PAGE, LOG, LENGTH, TOKENS, DEVICE = 4, 4, 14, 7, torch.device("cpu")
 HEADS, GROUPS = 4, 2

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError, Unsupported
+from pilotfish.engine.model.runner import layout_of_model
+from pilotfish.engine.params import SpeculationParams, Verification
+from pilotfish.engine.startup import build
+from pilotfish.engine.startup.batch_invariance import TILE, Tiled, ensure_batch_invariance, is_independent
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.types import Request
 from torch import nn
 
-from engine.config import EngineConfig
-from engine.errors import ModelError, Unsupported
-from engine.model.runner import layout_of_model
-from engine.params import SpeculationParams, Verification
-from engine.startup import build
-from engine.startup.batch_invariance import TILE, Tiled, ensure_batch_invariance, is_independent
-from engine.startup.build import assemble
-from engine.types import Request
 from tests import zoo
 
 

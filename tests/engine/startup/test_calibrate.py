@@ -6,11 +6,11 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+from pilotfish.engine.control.adaptive import AdaptiveK
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.startup import warm
+from pilotfish.engine.startup.calibrate import SHAPES, Calibration, calibrate
 
-from engine.control.adaptive import AdaptiveK
-from engine.engine import Engine
-from engine.startup import warm
-from engine.startup.calibrate import SHAPES, Calibration, calibrate
 from tests import fakes
 from tests.clockwork import READS
 from tests.engine.test_engine import LAW, VOCAB
@@ -153,8 +153,8 @@ def test_what_an_engine_learns_before_it_is_ready_and_what_when_idle(
     engine, told, keeps = engine_with(draft_law=LAW), list[str](), list[object]()
     monkeypatch.setattr(warm, "build_engine", lambda *_: engine)
     monkeypatch.setattr(warm, "_text", lambda *_: (1, 2, 3))
-    monkeypatch.setattr("engine.engine.learned.recall", lambda *_: saved)
-    monkeypatch.setattr("engine.engine.learned.keep", lambda *_: keeps.append(1))
+    monkeypatch.setattr("pilotfish.engine.engine.learned.recall", lambda *_: saved)
+    monkeypatch.setattr("pilotfish.engine.engine.learned.keep", lambda *_: keeps.append(1))
     assert warm.load(engine.config, told.append, **options) is engine
     assert told == ["warming up"] * tried
     assert (engine.control.times.target.count > 0) == (calibrated == "before")
@@ -170,7 +170,7 @@ def test_what_an_engine_learns_before_it_is_ready_and_what_when_idle(
 
 def test_a_standby_takes_what_was_saved_since_it_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, found = engine_with(draft_law=LAW), iter([False, True])
-    monkeypatch.setattr("engine.engine.learned.recall", lambda *_: next(found))
+    monkeypatch.setattr("pilotfish.engine.engine.learned.recall", lambda *_: next(found))
     warm.make_ready(engine, 4.0, uses_saved_calibration=True, is_successor=True, defers=True)
     assert not engine.idle_tick(lambda: False)
     assert engine.control.times.target.count == 0

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.model.linear.grouped import kernel_name
+from pilotfish.engine.model.quantize import save_quantised
+from pilotfish.engine.native import instructions, multiplies
+from pilotfish.engine.native.compiled import Loaded
+from pilotfish.engine.startup.check import CheckReport, check
+from pilotfish.models import embedded_draft, embedded_target
 from transformers import LlamaConfig
 
-from engine.config import EngineConfig
-from engine.model.linear.grouped import kernel_name
-from engine.model.quantize import save_quantised
-from engine.native import instructions, multiplies
-from engine.native.compiled import Loaded
-from engine.startup.check import CheckReport, check
-from models import embedded_draft, embedded_target
 from tests import zoo
 from tests.respell import shuffled
 
@@ -178,7 +178,7 @@ def test_it_reports_each_implementation_and_imports_transformers_only_for_its_mo
     zoo.reference("falcon").save_pretrained(tmp_path)
     program = """if True:
         import json, sys
-        from server.commands.check import run
+        from pilotfish.server.commands.check import run
         target, other, *options = sys.argv[1:]
         for draft in (target, other):
             text, works = run([target, "--draft", draft, "--json", *options], print)
@@ -198,6 +198,6 @@ def test_it_reports_each_implementation_and_imports_transformers_only_for_its_mo
 def test_it_reports_the_instructions_of_our_c(monkeypatch: pytest.MonkeyPatch) -> None:
     told = line(doctor(embedded_target()), "environment", "kernels")
     assert told == instructions()
-    monkeypatch.setattr("engine.native.compiled.loaded", lambda: Loaded(None, problem="no libraries"))
+    monkeypatch.setattr("pilotfish.engine.native.compiled.loaded", lambda: Loaded(None, problem="no libraries"))
     told = line(doctor(embedded_target()), "environment", "kernels")
     assert told.startswith("torch (several times slower): C kernels not loaded (no libraries); fix: reinstall")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kernels import has_triton
+from pilotfish.engine.model.decoder.architecture import architecture_of
+from pilotfish.engine.startup.build import load
+from pilotfish.engine.startup.implementation import Implementation
+from pilotfish.models import embedded_target
 
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.kernels import has_triton
-from engine.model.decoder.architecture import architecture_of
-from engine.startup.build import load
-from engine.startup.implementation import Implementation
-from models import embedded_target
 from tests import zoo
 
 CPU = torch.device("cpu")

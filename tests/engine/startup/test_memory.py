@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.startup.memory import GIB, ON_A_CPU, DeviceMemory, graph_budget, kv_gib, pass_bytes
 from transformers import LlamaConfig
-
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.startup.memory import GIB, ON_A_CPU, DeviceMemory, graph_budget, kv_gib, pass_bytes
 
 LLAMA_8B = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

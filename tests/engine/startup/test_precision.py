@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from pilotfish.engine import LLM, SamplingParams
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.decoder.decoder import is_batch_invariant
+from pilotfish.engine.model.decoder.shapes import is_aligned
+from pilotfish.engine.model.fallback import load_model
+from pilotfish.engine.model.quantize import save_quantised
+from pilotfish.engine.native import multiplies
+from pilotfish.engine.startup.build import load
+from pilotfish.engine.startup.precision import HeldPrecision, held_as
+from pilotfish.models import embedded_draft, embedded_target
 from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaConfig, MixtralConfig, PreTrainedConfig
 
-from engine import LLM, SamplingParams
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.model.decoder.decoder import is_batch_invariant
-from engine.model.decoder.shapes import is_aligned
-from engine.model.fallback import load_model
-from engine.model.quantize import save_quantised
-from engine.native import multiplies
-from engine.startup.build import load
-from engine.startup.precision import HeldPrecision, held_as
-from models import embedded_draft, embedded_target
 from tests import fakes, loops, zoo
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -176,7 +176,7 @@ def test_target_and_draft_each_have_their_own(tmp_path: Path, caplog: pytest.Log
     config = EngineConfig(target=target, draft=draft, threads=1)
     own = torch.bfloat16 if multiplies(torch.bfloat16) else torch.float32
     assert load(config, target, None, "native", CPU).dtype == own
-    with caplog.at_level(logging.INFO, "engine.startup.build"):
+    with caplog.at_level(logging.INFO, "pilotfish.engine.startup.build"):
         assert load(config, draft, None, "native", CPU).dtype == torch.float32
     assert f"{draft!r}: float32: the checkpoint's own" in caplog.messages
     params = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -6,12 +6,12 @@ import logging
 from pathlib import Path
 
 import pytest
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.startup.build import build_engine
 from transformers import PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import ModelError
-from engine.startup.build import build_engine
 from tests import fakes, heads, zoo
 from tests.class_table import ALONE, RAGGED, WHOLE, way_of
 from tests.classes import tiny
@@ -35,7 +35,7 @@ def test_each_runs_as_fast_as_its_code_allows(kind: str, way: str) -> None:
 
 
 def test_the_log_reports_that_it_is_slower(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "engine.startup.runners"):
+    with caplog.at_level(logging.WARNING, "pilotfish.engine.startup.runners"):
         engine_of("bloom")
     assert "BloomForCausalLM runs one sequence at a time (slower)" in caplog.text
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_in_bfloat16_is_held_in_float32_unless_bfloat16_is_asked_fo
     assert (engine.facts.dtype, way_of(engine)) == ("float32", ALONE)
     model.float()
     assert tokens_of(outputs_of(engine)) == [generate(model, prompt) for prompt in PROMPTS]
-    with caplog.at_level(logging.WARNING, "engine.startup"):
+    with caplog.at_level(logging.WARNING, "pilotfish.engine.startup"):
         engine = build_engine(EngineConfig(dtype="bfloat16", **small))
     assert engine.facts.dtype == "bfloat16"
     assert "drafts, chunked prefill and the prefix cache may change its tokens" in caplog.text

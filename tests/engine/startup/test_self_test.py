@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from pilotfish.engine.attention import reference
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.batch import RaggedBatch
+from pilotfish.engine.model.fallback import kv_layout, load_model
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.startup.runners import check_ragged_contract
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from engine.attention import reference
-from engine.attention.reference import AttentionSpec
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.kv.batch import RaggedBatch
-from engine.model.fallback import kv_layout, load_model
-from engine.startup.build import assemble
-from engine.startup.runners import check_ragged_contract
 from tests import zoo
 from tests.class_table import RAGGED, way_of
 from tests.covering import some

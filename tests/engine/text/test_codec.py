@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.text.codec import Codec, OutputText
+from pilotfish.engine.text.stops import StopStrings
+from pilotfish.models import embedded_target
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from engine.errors import ModelError
-from engine.text.codec import Codec, OutputText
-from engine.text.stops import StopStrings
-from models import embedded_target
 from tests.pauses import while_counting
 
 END = "<|end|>"
@@ -272,10 +272,10 @@ def test_the_longest_token_counts_where_some_ids_have_no_token() -> None:
 
 _IMPORTED = """
 import sys
-from engine.text import guided
-from engine.text.codec import Codec
-from server.chat import ChatTemplate
-from server.formats.detect import detect
+from pilotfish.engine.text import guided
+from pilotfish.engine.text.codec import Codec
+from pilotfish.server.chat import ChatTemplate
+from pilotfish.server.formats.detect import detect
 codec, chat = Codec.load(sys.argv[1]), ChatTemplate.load(sys.argv[1])
 detect(chat.source, codec.added_tokens)
 print(*(name for name in ("huggingface_hub", "torch", "transformers") if name in sys.modules))

@@ -11,21 +11,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
+import pilotfish.engine.text.guided
+import pilotfish.engine.text.matcher
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
+from pilotfish.engine.errors import GrammarFault, InvalidRequest, ModelError, Unsupported
+from pilotfish.engine.params import Guided, ThinkingBudget
+from pilotfish.engine.text.codec import Codec
+from pilotfish.engine.text.guided import GrammarCompiler
+from pilotfish.engine.text.matcher import MAX_LEXER_STATES
+from pilotfish.engine.text.schemas.numbers import MAX_WHITESPACE
 from tokenizers import Tokenizer, decoders, models
 
-import engine.text.guided
-import engine.text.matcher
-from engine.errors import GrammarFault, InvalidRequest, ModelError, Unsupported
-from engine.params import Guided, ThinkingBudget
-from engine.text.codec import Codec
-from engine.text.guided import GrammarCompiler
-from engine.text.matcher import MAX_LEXER_STATES
-from engine.text.schemas.numbers import MAX_WHITESPACE
 from tests.engine.text.test_spelling import CODECS
 from tests.schemas import random_schema
 
@@ -424,7 +424,7 @@ def test_what_costs_too_much_later_ends_its_own_request(name):
 
 
 def test_a_lexer_at_its_limit_is_no_fault_of_the_others(monkeypatch):
-    monkeypatch.setattr("engine.text.matcher.MAX_LEXER_STATES", 300)
+    monkeypatch.setattr("pilotfish.engine.text.matcher.MAX_LEXER_STATES", 300)
     compiler = GrammarCompiler(CODEC, VOCAB, [END])
     guided = Guided(regex="([a-c][d-f]){1,400}")
     bystander = compiler.compile(guided).start()
@@ -432,7 +432,9 @@ def test_a_lexer_at_its_limit_is_no_fault_of_the_others(monkeypatch):
     assert bystander.advance(text) == len(text)
     grammar = compiler.compile(guided)
     expected = fill(grammar.start()), fill(bystander)
-    monkeypatch.setattr("engine.text.matcher.MAX_LEXER_STATES", MAX_LEXER_STATES)  # what goes on alone has room
+    monkeypatch.setattr(
+        "pilotfish.engine.text.matcher.MAX_LEXER_STATES", MAX_LEXER_STATES
+    )  # what goes on alone has room
     for seed in range(40):  # random walks until the lexer that all states share has met its limit
         state, rng = grammar.start(), random.Random(seed)
         while not grammar.worn and (allowed := [t for t in fill(state) if t not in (END, SECOND_END)]):

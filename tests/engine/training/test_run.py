@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from pilotfish.engine import LLM
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.proposers.heads.eagle import load_eagle
+from pilotfish.engine.training import trainer
+from pilotfish.engine.training.run import TrainingJob, train_draft
+from pilotfish.engine.training.store import RunFolder, Schedule, TextPlan, WrittenText
+from pilotfish.engine.training.text import Writer, places_of
 from safetensors.torch import load_file
 
-from engine import LLM
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.params import SamplingParams
-from engine.proposers.heads.eagle import load_eagle
-from engine.training import trainer
-from engine.training.run import TrainingJob, train_draft
-from engine.training.store import RunFolder, Schedule, TextPlan, WrittenText
-from engine.training.text import Writer, places_of
 from tests import zoo
 
 TEXT = TextPlan(texts=6, tokens=12, prompt_tokens=16, held_out=2, held_out_tokens=12, together=3)

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from pilotfish.engine import LLM, InvalidRequest, SamplingParams
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.llm import CompletionOutput
+from pilotfish.engine.model.fallback import kv_layout
+from pilotfish.engine.params import SpeculationMode, SpeculationParams
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.types import Request
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from engine import LLM, InvalidRequest, SamplingParams
-from engine.config import EngineConfig
-from engine.llm import CompletionOutput
-from engine.model.fallback import kv_layout
-from engine.params import SpeculationMode, SpeculationParams
-from engine.startup.build import assemble
-from engine.types import Request
 from tests import adapters, fakes, heads, zoo
 from tests.adapters import ADAPTERS
 from tests.covering import some

@@ -6,15 +6,15 @@ from collections import Counter
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.arena import SCALE_BYTES
+from pilotfish.engine.model.runner import layout_of_model
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.types import Request, Sequence
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import ModelError
-from engine.kv.arena import SCALE_BYTES
-from engine.model.runner import layout_of_model
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.startup.build import assemble
-from engine.types import Request, Sequence
 from tests import fakes, zoo
 from tests.card import here
 from tests.covering import some

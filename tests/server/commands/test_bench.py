@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-
-from server import cli
-from server.commands.bench import BenchRow, as_text
+from pilotfish.server import cli
+from pilotfish.server.commands.bench import BenchRow, as_text
 
 OPTIONS = ["--tokens", "8", "--rounds", "1", "--batches", "2", "--threads", "1", "--warm-up-seconds", "0"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-
-from server.cli import main
+from pilotfish.server.cli import main
 
 
 def test_the_embedded_pair_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:

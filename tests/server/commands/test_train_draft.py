@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from pilotfish.engine.text.codec import Codec
+from pilotfish.engine.training.run import TrainingJob
+from pilotfish.models import embedded_target
+from pilotfish.server import cli
+from pilotfish.server.commands import train_draft
 from safetensors.torch import load_file
 
-from engine.text.codec import Codec
-from engine.training.run import TrainingJob
-from models import embedded_target
-from server import cli
-from server.commands import train_draft
 from tests import zoo
 
 SMALL = ["--texts", "4", "--tokens", "100", "--steps", "3", "--batch-tokens", "320", "--threads", "1"]
@@ -30,7 +30,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.training.run._FEWEST", 1)
+    monkeypatch.setattr("pilotfish.engine.training.run._FEWEST", 1)
 
 
 def job_of(*arguments: str | Path) -> TrainingJob:

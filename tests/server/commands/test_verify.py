@@ -9,15 +9,12 @@ from itertools import product
 from random import Random
 
 import pytest
-
-from client.convert import completion, model_info
-from engine.errors import Unsupported
-from engine.model.runner import ModelRunner
-from pilotfish.v1 import control_pb2 as control
-from pilotfish.v1 import generation_pb2 as pb
-from server import cli
-from server.commands.arguments import read_prompts
-from server.commands.verify import (
+from pilotfish.client.convert import completion, model_info
+from pilotfish.engine.errors import Unsupported
+from pilotfish.engine.model.runner import ModelRunner
+from pilotfish.server import cli
+from pilotfish.server.commands.arguments import read_prompts
+from pilotfish.server.commands.verify import (
     WAYS,
     VerifyCase,
     VerifyJob,
@@ -31,7 +28,10 @@ from server.commands.verify import (
     largest_gap,
     settings,
 )
-from server.grpc import messages
+from pilotfish.server.grpc import messages
+
+from pilotfish.v1 import control_pb2 as control
+from pilotfish.v1 import generation_pb2 as pb
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_grammar import FakeCompiler
 from tests.serving import serving, serving_embedded

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-
-from engine.text.stops import StopSearch, StopStrings
-from server.formats.base import ReasoningMarks, Tool
-from server.formats.detect import FORMATS
+from pilotfish.engine.text.stops import StopSearch, StopStrings
+from pilotfish.server.formats.base import ReasoningMarks, Tool
+from pilotfish.server.formats.detect import FORMATS
 
 TOOLS = [Tool("f")]
 THOUGHT = "<think>\nreason</think>\n\n"

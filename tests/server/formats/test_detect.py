@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
-
-from server.formats.base import ReasoningMarks
-from server.formats.deepseek import DeepSeekFormat
-from server.formats.detect import FORMATS, detect
-from server.formats.gemma import GemmaFormat
-from server.formats.harmony import HarmonyFormat
-from server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
-from server.formats.reasoning import PlainFormat
-from server.formats.tagged import GlmFormat, QwenCoderFormat
+from pilotfish.server.formats.base import ReasoningMarks
+from pilotfish.server.formats.deepseek import DeepSeekFormat
+from pilotfish.server.formats.detect import FORMATS, detect
+from pilotfish.server.formats.gemma import GemmaFormat
+from pilotfish.server.formats.harmony import HarmonyFormat
+from pilotfish.server.formats.json_calls import HermesFormat, LlamaFormat, MistralFormat
+from pilotfish.server.formats.reasoning import PlainFormat
+from pilotfish.server.formats.tagged import GlmFormat, QwenCoderFormat
 
 THINK = ReasoningMarks("<think>", "</think>")
 GEMMA = ReasoningMarks("<|channel>thought", "<channel|>")

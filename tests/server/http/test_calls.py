@@ -6,8 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-
-from server.http.calls import merged
+from pilotfish.server.http.calls import merged
 
 
 async def test_a_slow_reader_leaves_values_where_they_can_be_merged():

@@ -9,14 +9,12 @@ import tracemalloc
 from itertools import count
 
 import pytest
-
-from engine.errors import InvalidRequest
-from loadtest.experiments.hostile import CALLS, SIZE
-from server.chat import MAX_MESSAGES, MAX_TOOLS
-from server.http import bodies, routes
-from server.http.bodies import MAX_DIGITS, MAX_JSON_PARTS, GenerateBody, read_body
-from server.http.errors import violations
-from server.http.fields import (
+from pilotfish.engine.errors import InvalidRequest
+from pilotfish.server.chat import MAX_MESSAGES, MAX_TOOLS
+from pilotfish.server.http import bodies, routes
+from pilotfish.server.http.bodies import MAX_DIGITS, MAX_JSON_PARTS, GenerateBody, read_body
+from pilotfish.server.http.errors import violations
+from pilotfish.server.http.fields import (
     MAX_BIASES,
     MAX_CHOICES,
     MAX_DEPTH,
@@ -26,7 +24,9 @@ from server.http.fields import (
     MAX_SCHEMA,
     MAX_TEXTS,
 )
-from server.http.openai.bodies import ChatBody, CompletionBody
+from pilotfish.server.http.openai.bodies import ChatBody, CompletionBody
+
+from loadtest.experiments.hostile import CALLS, SIZE
 from tests.pauses import pauses
 from tests.server.http.interfaces import on_the_shared_server, talking
 from tests.serving import http_client, serving

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 
-from server.telemetry.logs import CLEAR_LINE, PROGRESS, TerminalHandler
+from pilotfish.server.telemetry.logs import CLEAR_LINE, PROGRESS, TerminalHandler
 
 
 def test_progress_is_one_line() -> None:

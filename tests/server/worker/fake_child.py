@@ -8,10 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from engine.errors import ModelError
-from engine.stats import CacheChange
-from engine.text import guided
-from server.worker import engine_process
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.stats import CacheChange
+from pilotfish.engine.text import guided
+from pilotfish.server.worker import engine_process
+
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 from tests.server.fake_engine import EOS, FakeEngine
 from tests.server.fake_grammar import FakeCompiler

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from engine.startup import warm
-from engine.stats import StepOutput
-from engine.text.codec import structure_problem
-from engine.text.guided import GrammarCompiler
-from engine.types import FinishReason
-from server.errors import EngineHung
-from server.model import ServedModel, read_text
-from server.worker.engine_process import require_fit
+from pilotfish.engine.startup import warm
+from pilotfish.engine.stats import StepOutput
+from pilotfish.engine.text.codec import structure_problem
+from pilotfish.engine.text.guided import GrammarCompiler
+from pilotfish.engine.types import FinishReason
+from pilotfish.server.errors import EngineHung
+from pilotfish.server.model import ServedModel, read_text
+from pilotfish.server.worker.engine_process import require_fit
 
 
 class InProcess:

@@ -14,16 +14,16 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
+from pilotfish.engine.params import Guided
+from pilotfish.engine.text import guided as guided_text
+from pilotfish.server.errors import Unavailable
+from pilotfish.server.lifecycle import State
+from pilotfish.server.model import ServedModel
+from pilotfish.server.worker import remote
+from pilotfish.server.worker.fork_server import ForkServer
 
-from engine.params import Guided
-from engine.text import guided as guided_text
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
-from server.errors import Unavailable
-from server.lifecycle import State
-from server.model import ServedModel
-from server.worker import remote
-from server.worker.fork_server import ForkServer
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.test_generate import collect, request, streamed
@@ -404,7 +404,9 @@ async def test_an_engine_that_calibrates_serves_at_once_is_alive_and_may_be_kill
 async def test_an_engine_that_fails_to_load_is_not_loaded_again(caplog):
     async with apart(target="broken", ready=False) as server:
         assert await server.running == 1
-    [told] = [record for record in caplog.records if record.levelno >= logging.ERROR and record.name == "server.app"]
+    [told] = [
+        record for record in caplog.records if record.levelno >= logging.ERROR and record.name == "pilotfish.server.app"
+    ]
     assert (told.exc_info, told.getMessage().endswith("giving up")) == (None, True)
 
 

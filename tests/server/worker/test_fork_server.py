@@ -11,11 +11,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from pilotfish.server.errors import EngineCrashed
+from pilotfish.server.lifecycle import State
+from pilotfish.server.worker import fork_server
+from pilotfish.server.worker.fork_server import Forked, ForkServer, ForkServerGone
 
-from server.errors import EngineCrashed
-from server.lifecycle import State
-from server.worker import fork_server
-from server.worker.fork_server import Forked, ForkServer, ForkServerGone
 from tests.server.test_generate import collect, request
 from tests.server.test_life import LONG, code_of, read_to_end
 from tests.server.worker import fake_child
@@ -146,7 +146,7 @@ async def test_without_its_fork_server_a_server_starts_another_one_and_the_log_o
         assert (end.usage.completion_tokens, end.interruptions) == (SOME.max_tokens, 1)
         assert await answers(server)
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
-    failure, _ = [line for line in lines if line["logger"] == "server.worker.engine_process"]
+    failure, _ = [line for line in lines if line["logger"] == "pilotfish.server.worker.engine_process"]
     assert "ZeroDivisionError" in failure["error"]
 
 

@@ -15,12 +15,18 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from engine.config import Bounds
-from engine.errors import Violation
-from engine.params import Guided, SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
-from engine.stats import EngineLoad, Forward, StepOutput, StepStats
-from engine.types import (
+from pilotfish.engine.config import Bounds
+from pilotfish.engine.errors import Violation
+from pilotfish.engine.params import (
+    Guided,
+    SamplingParams,
+    SpeculationMode,
+    SpeculationParams,
+    SpeculationSettings,
+    Verification,
+)
+from pilotfish.engine.stats import EngineLoad, Forward, StepOutput, StepStats
+from pilotfish.engine.types import (
     DraftStats,
     FinishedOutput,
     FinishReason,
@@ -31,9 +37,10 @@ from engine.types import (
     TokenEvent,
     TopLogprob,
 )
-from server.worker import wire
-from server.worker.engine_process import EngineServer, FrontEndGone, Link, Structures, serve
-from server.worker.worker import Worker
+from pilotfish.server.worker import wire
+from pilotfish.server.worker.engine_process import EngineServer, FrontEndGone, Link, Structures, serve
+from pilotfish.server.worker.worker import Worker
+
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_grammar import FakeCompiler

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from engine.attention.reference import AttentionSpec
-from engine.errors import ModelError
-from engine.model.decoder.architecture import Architecture, AttentionLayer, HeadNorm, Layer, Mixer, NormForm
-from engine.model.decoder.feed_forward import ACTIVATIONS, LEARNED, GatedFeed, PlainFeed
-from engine.model.decoder.rotary import RotaryTable
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.decoder.architecture import Architecture, AttentionLayer, HeadNorm, Layer, Mixer, NormForm
+from pilotfish.engine.model.decoder.feed_forward import ACTIVATIONS, LEARNED, GatedFeed, PlainFeed
+from pilotfish.engine.model.decoder.rotary import RotaryTable
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -7,11 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
-from engine.attention.reference import AttentionSpec
-from engine.model.decoder.architecture import FOUR_NORMS, Architecture, AttentionLayer, HeadNorm, Layer, NormForm
-from engine.model.decoder.experts import Router
-from engine.model.decoder.families.builders import (
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.model.decoder.architecture import (
+    FOUR_NORMS,
+    Architecture,
+    AttentionLayer,
+    HeadNorm,
+    Layer,
+    NormForm,
+)
+from pilotfish.engine.model.decoder.experts import Router
+from pilotfish.engine.model.decoder.families.builders import (
     FULL,
     SLIDING,
     decoder,
@@ -23,10 +29,10 @@ from engine.model.decoder.families.builders import (
     with_attention,
     with_windows,
 )
-from engine.model.decoder.feed_forward import GatedFeed
-from engine.model.decoder.gemma import LayerVectors, NormedExperts, ScaledSums, Streams
-from engine.native.experts import ExpertGate
-from engine.native.rows import GELU_TANH
+from pilotfish.engine.model.decoder.feed_forward import GatedFeed
+from pilotfish.engine.model.decoder.gemma import LayerVectors, NormedExperts, ScaledSums, Streams
+from pilotfish.engine.native.experts import ExpertGate
+from pilotfish.engine.native.rows import GELU_TANH
 
 
 def _gemma(config: Any) -> Architecture:

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
-from engine.attention.reference import AttentionSpec
-from engine.model.decoder.architecture import (
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.model.decoder.architecture import (
     FOUR_NORMS,
     NORMS_AFTER,
     Architecture,
@@ -20,8 +20,8 @@ from engine.model.decoder.architecture import (
     NormForm,
     Norms,
 )
-from engine.model.decoder.experts import Experts, Router
-from engine.model.decoder.families.builders import (
+from pilotfish.engine.model.decoder.experts import Experts, Router
+from pilotfish.engine.model.decoder.families.builders import (
     FULL,
     SLIDING,
     gated,
@@ -33,7 +33,7 @@ from engine.model.decoder.families.builders import (
     rotary_of,
     turning,
 )
-from engine.model.decoder.families.mixtures import (
+from pilotfish.engine.model.decoder.families.mixtures import (
     BLOCK,
     GATES,
     GRANITE_NAMES,
@@ -50,9 +50,9 @@ from engine.model.decoder.families.mixtures import (
     with_experts,
     with_shared,
 )
-from engine.model.decoder.feed_forward import GatedFeed
-from engine.model.decoder.latent import LatentLayer
-from engine.model.decoder.recurrent import (
+from pilotfish.engine.model.decoder.feed_forward import GatedFeed
+from pilotfish.engine.model.decoder.latent import LatentLayer
+from pilotfish.engine.model.decoder.recurrent import (
     BesideLayer,
     ConvLayer,
     Convolution,
@@ -62,8 +62,8 @@ from engine.model.decoder.recurrent import (
     SharedBlock,
     SharedLayer,
 )
-from engine.model.decoder.rotary import RotaryTable
-from engine.native.experts import ExpertGate
+from pilotfish.engine.model.decoder.rotary import RotaryTable
+from pilotfish.engine.native.experts import ExpertGate
 
 LINEAR = "linear_attention"  # names of recurrent layers in configs
 _HYBRID = "hybrid"  # names of layers with a shared block in configs

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from engine.attention.reference import AttentionSpec
-from engine.model.decoder.architecture import NORMS_AFTER, Architecture, HeadGate, HeadNorm, Mixer, NormForm
-from engine.model.decoder.experts import Experts, Router
-from engine.model.decoder.families.builders import (
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.model.decoder.architecture import NORMS_AFTER, Architecture, HeadGate, HeadNorm, Mixer, NormForm
+from pilotfish.engine.model.decoder.experts import Experts, Router
+from pilotfish.engine.model.decoder.families.builders import (
     FULL,
     after_rotation,
     cohere,
@@ -27,10 +27,10 @@ from engine.model.decoder.families.builders import (
     with_bases,
     with_windows,
 )
-from engine.model.decoder.latent import LatentLayer
-from engine.model.decoder.rotary import QueryGrowth, RotaryTable
-from engine.native.experts import ExpertGate
-from engine.native.rows import GELU_TANH
+from pilotfish.engine.model.decoder.latent import LatentLayer
+from pilotfish.engine.model.decoder.rotary import QueryGrowth, RotaryTable
+from pilotfish.engine.native.experts import ExpertGate
+from pilotfish.engine.native.rows import GELU_TANH
 
 _GELU = ExpertGate(GELU_TANH.linear, GELU_TANH.cubic)
 GATES = {"silu": ExpertGate(), "swish": ExpertGate(), "gelu_pytorch_tanh": _GELU, "gelu_new": _GELU}

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.attention.reference import AttentionSpec
-from engine.errors import ModelError
-from engine.model.decoder.architecture import (
+from pilotfish.engine.attention.reference import AttentionSpec
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.decoder.architecture import (
     NORMS_AFTER,
     Architecture,
     AttentionLayer,
@@ -20,7 +20,7 @@ from engine.model.decoder.architecture import (
     LearnedPositions,
     NormForm,
 )
-from engine.model.decoder.families.builders import (
+from pilotfish.engine.model.decoder.families.builders import (
     after_rotation,
     cohere,
     decoder,
@@ -36,11 +36,11 @@ from engine.model.decoder.families.builders import (
     with_bases,
     with_windows,
 )
-from engine.model.decoder.families.gemma import GEMMA
-from engine.model.decoder.families.hybrid import HYBRIDS
-from engine.model.decoder.families.mixtures import MIXTURES
-from engine.model.decoder.rotary import QueryGrowth, RotaryTable
-from engine.model.text_part import NAMES_IN_WHOLE
+from pilotfish.engine.model.decoder.families.gemma import GEMMA
+from pilotfish.engine.model.decoder.families.hybrid import HYBRIDS
+from pilotfish.engine.model.decoder.families.mixtures import MIXTURES
+from pilotfish.engine.model.decoder.rotary import QueryGrowth, RotaryTable
+from pilotfish.engine.model.text_part import NAMES_IN_WHOLE
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig

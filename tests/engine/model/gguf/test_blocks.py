@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-
-from engine.errors import ModelError
-from engine.model.gguf.blocks import codes_of, dequantised, float_type, size_of_codes
-from engine.model.gguf.container import KINDS
-from engine.native.weights import splits
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.gguf.blocks import codes_of, dequantised, float_type, size_of_codes
+from pilotfish.engine.model.gguf.container import KINDS
+from pilotfish.engine.native.weights import splits
 
 ROWS, BLOCKS = 5, 3
 STEPS = {
@@ -68,7 +67,7 @@ def test_codes_are_the_same_numbers(number: int) -> None:
 def test_c_and_torch_split_blocks_alike(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, kind = torch.from_numpy(drawn(number)), KINDS[number]
     found = codes_of(kind, raw, raw.flip(0).repeat(3000, 1))
-    monkeypatch.setattr("engine.model.gguf.blocks.splits", lambda _: False)
+    monkeypatch.setattr("pilotfish.engine.model.gguf.blocks.splits", lambda _: False)
     wanted = codes_of(kind, raw, raw.flip(0).repeat(3000, 1))
     assert found.bits == wanted.bits
     for name in ("codes", "scale", "offset", "steps", "zeros"):

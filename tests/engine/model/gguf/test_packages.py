@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType as Type
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.checkpoint import read_config
+from pilotfish.engine.model.gguf import packages
+from pilotfish.engine.model.gguf.container import gguf_file
+from pilotfish.engine.proposers.sources import recognise
+from pilotfish.server.commands import check
+from pilotfish.server.config import ServerConfig
 
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.model.checkpoint import read_config
-from engine.model.gguf import packages
-from engine.model.gguf.container import gguf_file
-from engine.proposers.sources import recognise
-from server.commands import check
-from server.config import ServerConfig
 from tests import gguf_files
 
 

@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError, one_line
+from pilotfish.engine.model.adapters.peft import read_adapter
+from pilotfish.engine.model.checkpoint import check_whole, read_config
+from pilotfish.engine.model.gguf.container import Container
+from pilotfish.engine.proposers.heads.weights import load_checkpoint
+from pilotfish.engine.startup.check import check
+from pilotfish.engine.text.codec import Codec
+from pilotfish.models import embedded_target
+from pilotfish.server.commands import check as command
 
-from engine.config import EngineConfig
-from engine.errors import ModelError, one_line
-from engine.model.adapters.peft import read_adapter
-from engine.model.checkpoint import check_whole, read_config
-from engine.model.gguf.container import Container
-from engine.proposers.heads.weights import load_checkpoint
-from engine.startup.check import check
-from engine.text.codec import Codec
-from models import embedded_target
-from server.commands import check as command
 from tests import gguf_files
 from tests.covering import some
 from tests.engine.model.gguf.damage import HOSTILE, Parts, array, number, text, texts
@@ -260,9 +260,9 @@ SPARSE: Mapping[str, tuple[bytes, int, int, str]] = {
 }  # fmt: skip
 _READ = """
 import json, resource, sys, time
-from engine.errors import ModelError
-from engine.model.gguf.container import Container
-from engine.model.gguf.tokenizer import tokenizer_in
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.gguf.container import Container
+from pilotfish.engine.model.gguf.tokenizer import tokenizer_in
 from pathlib import Path
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 for name in sys.argv[1:]:

@@ -12,15 +12,20 @@ import pytest
 from gguf import TokenType
 from hypothesis import given
 from hypothesis import strategies as st
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.gguf.container import Container
+from pilotfish.engine.model.gguf.tokenizer import (
+    chat_template_in,
+    end_tokens_in,
+    merges_of,
+    special_tokens_in,
+    tokenizer_in,
+)
+from pilotfish.engine.text.codec import Codec
+from pilotfish.models import embedded_target
+from pilotfish.server.chat import ChatTemplate
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
-
-from engine.errors import ModelError
-from engine.model.gguf.container import Container
-from engine.model.gguf.tokenizer import chat_template_in, end_tokens_in, merges_of, special_tokens_in, tokenizer_in
-from engine.text.codec import Codec
-from models import embedded_target
-from server.chat import ChatTemplate
 
 TEXTS = (
     "def sort(items):\n    return sorted(items, key=len)[::-1]\n\n\n# 1234567 things",
@@ -239,7 +244,7 @@ def test_rules_are_those_that_transformers_knows() -> None:
     known = getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", None)
     if known is None:
         pytest.skip("transformers before 5.20")
-    from engine.model.gguf.tokenizer import _RULES
+    from pilotfish.engine.model.gguf.tokenizer import _RULES
 
     ours = {name: rule.pattern for name, rule in _RULES.items() if rule.pattern is not None}
     assert ours == {name: known.get(name, ours[name]) for name in ours}

@@ -10,20 +10,20 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.checkpoint import end_tokens_of, read_config, weights_size
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.fallback import load_model
+from pilotfish.engine.model.gguf.container import Container, gguf_file
+from pilotfish.engine.model.linear.experts import RoutedExperts
+from pilotfish.engine.model.linear.grouped import GroupedLinear
+from pilotfish.engine.model.published.base import CodedEmbedding
+from pilotfish.engine.model.published.gguf import weights_in
+from pilotfish.engine.startup.build import load
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.model.checkpoint import end_tokens_of, read_config, weights_size
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.fallback import load_model
-from engine.model.gguf.container import Container, gguf_file
-from engine.model.linear.experts import RoutedExperts
-from engine.model.linear.grouped import GroupedLinear
-from engine.model.published.base import CodedEmbedding
-from engine.model.published.gguf import weights_in
-from engine.startup.build import load
 from tests import gguf_files, zoo
 from tests.covering import some
 from tests.drawn import numbers

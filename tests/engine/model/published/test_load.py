@@ -13,24 +13,24 @@ from typing import cast
 
 import pytest
 import torch
+from pilotfish.engine.choices import Weights
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.checkpoint import read_config
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.fallback import load_model
+from pilotfish.engine.model.linear.grouped import GroupedLinear, PackedLinear
+from pilotfish.engine.model.published.base import CodedEmbedding
+from pilotfish.engine.model.published.methods import quantisation_of, read_weights
+from pilotfish.engine.model.quantize import save_quantised
+from pilotfish.engine.model.runner import end_tokens
+from pilotfish.engine.startup.build import load
+from pilotfish.engine.startup.check import check
+from pilotfish.engine.startup.precision import held_as
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, GPT2Config, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
-from engine.choices import Weights
-from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.model.checkpoint import read_config
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.fallback import load_model
-from engine.model.linear.grouped import GroupedLinear, PackedLinear
-from engine.model.published.base import CodedEmbedding
-from engine.model.published.methods import quantisation_of, read_weights
-from engine.model.quantize import save_quantised
-from engine.model.runner import end_tokens
-from engine.startup.build import load
-from engine.startup.check import check
-from engine.startup.precision import held_as
 from tests import published, zoo
 from tests.drawn import numbers
 from tests.zoo import logits

@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from pilotfish.engine.attention import native
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.control.prefill_budget import PrefillBudget
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.arena import KVArena
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.model.decoder.decoder import DecoderModel
+from pilotfish.engine.model.decoder.stack import FINAL
+from pilotfish.engine.native import multiplies
+from pilotfish.engine.proposers.heads import layers
+from pilotfish.engine.proposers.heads.base import HeadContext
+from pilotfish.engine.proposers.heads.eagle import load_eagle
+from pilotfish.engine.proposers.heads.eagle3 import Eagle3Options
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaConfig, PreTrainedModel
 
-from engine.attention import native
-from engine.config import EngineConfig
-from engine.control.prefill_budget import PrefillBudget
-from engine.errors import ModelError
-from engine.kv.arena import KVArena
-from engine.kv.batch import Feed
-from engine.model.decoder.decoder import DecoderModel
-from engine.model.decoder.stack import FINAL
-from engine.native import multiplies
-from engine.proposers.heads import layers
-from engine.proposers.heads.base import HeadContext
-from engine.proposers.heads.eagle import load_eagle
-from engine.proposers.heads.eagle3 import Eagle3Options
 from tests import fakes, heads, zoo
 
 DEPTH = 8

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.decoder.stack import FINAL
+from pilotfish.engine.proposers.heads import load_heads
+from pilotfish.engine.proposers.heads.mtp import first_layer, load_mtp
+from pilotfish.engine.startup.build import build_engine
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import ModelError
-from engine.model.decoder.stack import FINAL
-from engine.proposers.heads import load_heads
-from engine.proposers.heads.mtp import first_layer, load_mtp
-from engine.startup.build import build_engine
 from tests import heads, published, zoo
 from tests.covering import some
 from tests.engine.proposers.heads import mtp_checkpoints as checkpoints
@@ -150,7 +150,7 @@ def test_the_log_says_that_there_are_such_layers(
 ) -> None:
     saved = checkpoints.save("qwen-3.5", tmp_path / "with", sharded=sharded)
     saved.target.save_pretrained(tmp_path / "without")
-    with caplog.at_level(logging.INFO, "engine.proposers.heads.mtp"):
+    with caplog.at_level(logging.INFO, "pilotfish.engine.proposers.heads.mtp"):
         for folder in ("without", "with"):
             assert not load_heads({}, EngineConfig(target=str(tmp_path / folder)), saved.target)
     [said] = (record.getMessage() for record in caplog.records)

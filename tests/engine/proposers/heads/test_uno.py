@@ -13,23 +13,23 @@ from typing import Any
 
 import pytest
 import torch
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.errors import InvalidRequest, ModelError
+from pilotfish.engine.kv.batch import Feed
+from pilotfish.engine.proposers.base import Proposer
+from pilotfish.engine.proposers.chain import Chain
+from pilotfish.engine.proposers.heads import uno
+from pilotfish.engine.proposers.heads.uno import UnoProposer, adapter_folder
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.stats import Forward
+from pilotfish.engine.step import Work
+from pilotfish.engine.types import Adapter, Request
+from pilotfish.engine.types import Sequence as Output
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import InvalidRequest, ModelError
-from engine.kv.batch import Feed
-from engine.proposers.base import Proposer
-from engine.proposers.chain import Chain
-from engine.proposers.heads import uno
-from engine.proposers.heads.uno import UnoProposer, adapter_folder
-from engine.startup.build import assemble
-from engine.stats import Forward
-from engine.step import Work
-from engine.types import Adapter, Request
-from engine.types import Sequence as Output
 from tests import adapters, fakes, heads, zoo
 from tests.covering import some
 

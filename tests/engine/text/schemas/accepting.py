@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
-
-from engine.text.guided import json_rule
-from engine.text.matcher import parser_limits
+from pilotfish.engine.text.guided import json_rule
+from pilotfish.engine.text.matcher import parser_limits
 
 _BYTES = LLTokenizer("byte")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-
-from server.formats.base import Tool
-from server.formats.tagged import Parameters
+from pilotfish.server.formats.base import Tool
+from pilotfish.server.formats.tagged import Parameters
 
 SCHEMA = {
     "$ref": "#/$defs/root",

@@ -7,10 +7,9 @@ from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 
 import pytest
-
-from engine.params import Guided
-from server.http.bodies import GenerateBody
-from server.http.openai.bodies import ChatBody, CompletionBody
+from pilotfish.engine.params import Guided
+from pilotfish.server.http.bodies import GenerateBody
+from pilotfish.server.http.openai.bodies import ChatBody, CompletionBody
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "weather", "description": "d", "strict": True}
