@@ -92,8 +92,8 @@ check: install ## Format, lint, types, layers, fresh stubs
 	$(BIN)/lint-imports
 	@rm -rf build/stubs
 	@$(MAKE) --no-print-directory build/stubs
-	diff --recursive --exclude='*.proto' --exclude='__init__.py*' --exclude='py.typed' --exclude='__pycache__' \
-		proto build/stubs
+	diff --recursive --exclude='*.proto' --exclude='__init__.py*' --exclude='__pycache__' \
+		proto/pilotfish/v1 build/stubs/pilotfish/v1
 
 check-deploy: install ## Validate deploy/: hadolint, compose, Grafana's types, Kubernetes' schemas
 	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/deploy/test_, containers.py dashboards.py gateway.py kubernetes.py)

@@ -14,6 +14,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import platform_tags
 
 FOLDER = Path("engine", "native")
+INSTALLED = Path("pilotfish") / FOLDER
 
 
 class NativeHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -41,7 +42,7 @@ class NativeHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         files = [built.file for built in self._native["read_manifest"](folder).libraries.values()]
         for name in (*files, manifest):
-            build_data["force_include"][str(folder / name)] = str(FOLDER / name)
+            build_data["force_include"][str(folder / name)] = str(INSTALLED / name)
         build_data |= {"pure_python": False, "tag": f"py3-none-{_platform([folder / name for name in files])}"}
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:

@@ -25,6 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from benchmarks.harness.machine import machine
+from benchmarks.harness.report import table
+from benchmarks.harness.turns import Turn, foreign
+from benchmarks.peers.remote import NotMeasured, Remote
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.machine.threads import cores
 from pilotfish.engine.model.unbatched import plain_logits
@@ -32,11 +37,6 @@ from pilotfish.engine.startup.quality import Differences, Quality, measure, refe
 from pilotfish.engine.text.codec import Codec
 from pilotfish.models import published
 from pilotfish.server.commands.quality import default_texts
-
-from benchmarks.harness.machine import machine
-from benchmarks.harness.report import table
-from benchmarks.harness.turns import Turn, foreign
-from benchmarks.peers.remote import NotMeasured, Remote
 
 BATCHES = (1, 8)
 OURS, LLAMA = "pilotfish", "llama.cpp"

@@ -9,12 +9,12 @@ from typing import Self, TypeVar, Unpack
 import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from pilotfish.client import convert, errors
 from pilotfish.client.connection import Connection, Retry, Tls
 from pilotfish.client.options import GenerateOptions, Prompt, build_request
 from pilotfish.client.results import Completion, Event, Load, ModelInfo, ServerInfo
 from pilotfish.client.resume import Patience, ResumableStream
-
 from pilotfish.v1 import control_pb2
 from pilotfish.v1.control_pb2_grpc import ControlServiceStub
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub

@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
-from pilotfish.client import results
 
+from pilotfish.client import results
 from pilotfish.v1 import control_pb2, generation_pb2
 
 if TYPE_CHECKING:

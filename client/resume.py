@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 
 import grpc
+
 from pilotfish.client import convert
 from pilotfish.client.connection import Retry
 from pilotfish.client.errors import DeadlineExceededError, RequestFailedError
 from pilotfish.client.results import Event
-
 from pilotfish.v1 import generation_pb2 as pb
 
 # gRPC reports CANCELLED for calls that reach a server during its shutdown. Calls that their own caller cancels do not

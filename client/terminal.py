@@ -15,14 +15,15 @@ from pathlib import Path
 from secrets import token_hex
 from typing import get_args
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from pilotfish.client.connection import Tls
 from pilotfish.client.errors import RequestFailedError
 from pilotfish.client.options import GenerateOptions, SpeculationMode, Verification
 from pilotfish.client.results import Delta, Finished, TokenLogprob
 from pilotfish.client.sync_client import Client
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 DRAFT_STYLE, TARGET_STYLE = "cyan", "magenta"
 VARIABLE = "PILOTFISH_TOKEN"  # holds the token: a command-line flag would be readable by every user of the machine

@@ -1,6 +1,6 @@
 """Exact speculative decoding in ragged batches: token ids in, token ids out.
 
->>> from pilotfish.engine import LLM, SamplingParams
+>>> from pilotfish import LLM, SamplingParams
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+
 from pilotfish.engine.choices import ADAPTER_NAME, AttentionKind, Device, DType, KVType, Loop, Weights
 from pilotfish.engine.errors import shown
 from pilotfish.engine.params import MAX_NUM_DRAFT, SpeculationMode, Verification
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 _NameT = TypeVar("_NameT", str, Path)
 

@@ -18,13 +18,14 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
 from pilotfish.engine.errors import ModelError, RankLost
 from pilotfish.engine.kv.batch import Feed
 from pilotfish.engine.machine.rank import RankInfo
 from pilotfish.engine.model.runner import Runner
-from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -10,6 +10,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import RankLost
 from pilotfish.engine.kv.batch import Feed
 from pilotfish.engine.model.runner import Runner
@@ -19,7 +21,6 @@ from pilotfish.engine.sampling.verification import verify_rows
 from pilotfish.engine.stats import Stopwatch
 from pilotfish.engine.step import Step, Work
 from pilotfish.engine.types import Sequence
-from torch import Tensor
 
 log = logging.getLogger(__name__)
 

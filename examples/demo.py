@@ -24,13 +24,14 @@ from pathlib import Path
 from secrets import token_hex
 from statistics import median
 
-from pilotfish.client import ChatMessage, Client, Completion, Delta
-from pilotfish.client.options import GenerateOptions, Prompt, SpeculationMode
-from pilotfish.models.corpus import held_out_prompts
 from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
+
+from pilotfish.client import ChatMessage, Client, Completion, Delta
+from pilotfish.client.options import GenerateOptions, Prompt, SpeculationMode
+from pilotfish.models.corpus import held_out_prompts
 
 QUESTIONS = "What is the capital of France?", "What is photosynthesis?", "Write that again in simpler words."
 FILE = """{

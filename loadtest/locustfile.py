@@ -18,9 +18,9 @@ from typing import Any
 
 import grpc.experimental.gevent
 from locust import HttpUser, User, constant, events, runners
-from pilotfish.client import Client, Delta, RequestFailedError
 
 from loadtest.workload import request
+from pilotfish.client import Client, Delta, RequestFailedError
 
 runners.HEARTBEAT_LIVENESS = (
     30  # seconds: on a busy machine a worker may exceed Locust's default of three, and a lost worker is not replaced

@@ -16,8 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pilotfish.client import Client
 from prometheus_client.parser import text_string_to_metric_families
+
+from pilotfish.client import Client
 
 SERVE = ("-c", "from pilotfish.server.cli import main; raise SystemExit(main())", "serve")
 # The server and the load generator share this machine: on two cores, each of them uses one thread.

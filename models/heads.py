@@ -20,16 +20,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pilotfish.models import corpus, embedded_medusa, embedded_target
-from pilotfish.models.lessons import continuations, mixed, repeats
-from pilotfish.models.tokens import token_stream
-from pilotfish.models.train import DRAFT, NUM_CONTINUATIONS, POLISH, TARGET, WORK, batches
 from rich.progress import track
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from pilotfish.models import corpus, embedded_medusa, embedded_target
+from pilotfish.models.lessons import continuations, mixed, repeats
+from pilotfish.models.tokens import token_stream
+from pilotfish.models.train import DRAFT, NUM_CONTINUATIONS, POLISH, TARGET, WORK, batches
 
 
 @dataclass(frozen=True)

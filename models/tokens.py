@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from pilotfish.models import corpus
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from pilotfish.models import corpus
 
 END = "<|endoftext|>"  # between files; the models are trained to stop at it
 VOCAB = 2048

@@ -19,14 +19,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pilotfish.models import corpus, embedded_draft, embedded_target
-from pilotfish.models.lessons import continuations, mixed, repeats
-from pilotfish.models.tokens import VOCAB, encode, token_stream, train_tokenizer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from pilotfish.models import corpus, embedded_draft, embedded_target
+from pilotfish.models.lessons import continuations, mixed, repeats
+from pilotfish.models.tokens import VOCAB, encode, token_stream, train_tokenizer
 
 WORK = Path(__file__).resolve().parent / ".train"
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, ProcessCollector
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.types import FinishReason
 from pilotfish.server.admission.admission import Admission
@@ -37,8 +39,6 @@ from pilotfish.server.telemetry.tracing import Tracing
 from pilotfish.server.worker.remote import RemoteEngine
 from pilotfish.server.worker.supervisor import Supervisor
 from pilotfish.server.worker.worker import first_of
-from prometheus_client import CollectorRegistry, ProcessCollector
-
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from pilotfish.engine.errors import InvalidRequest, ModelError, shown
 from pilotfish.engine.model.bounded import find_file
 from pilotfish.engine.model.gguf.container import open_gguf

@@ -73,10 +73,11 @@ def serve(arguments: list[str]) -> int:
 
     # The fork server starts first: its import of torch takes longer than everything below.
     with ForkServer() as forks:
+        from pydantic import ValidationError
+
         from pilotfish.engine.errors import ModelError
         from pilotfish.engine.machine.rank import RankInfo
         from pilotfish.server.config import ServerConfig
-        from pydantic import ValidationError
 
         try:
             config = ServerConfig.load(arguments)
@@ -145,6 +146,7 @@ def _run(config: ServerConfig, forks: ForkServer) -> int:
 
     with importing():
         import uvloop
+
         from pilotfish.server.app import App
         from pilotfish.server.telemetry import logs
         from pilotfish.server.worker.remote import RemoteEngine
@@ -194,9 +196,10 @@ def _show_banner(app: App) -> None:
     if not sys.stderr.isatty():
         logger.info("ready: %s", ", ".join(f"{name} {value}" for name, value in lines))
         return
-    from pilotfish.server.telemetry.logs import CLEAR_LINE
     from rich.console import Console
     from rich.table import Table
+
+    from pilotfish.server.telemetry.logs import CLEAR_LINE
 
     sys.stderr.write(CLEAR_LINE)  # of the progress
     grid = Table.grid(padding=(0, 2))

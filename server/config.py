@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pilotfish.engine.config import EngineConfig, ModelName, can_be_opened
-from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from pydantic import AfterValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
@@ -24,6 +22,9 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
     YamlConfigSettingsSource,
 )
+
+from pilotfish.engine.config import EngineConfig, ModelName, can_be_opened
+from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
 FileName = Annotated[Path, AfterValidator(can_be_opened)]

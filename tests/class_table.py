@@ -16,6 +16,9 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.errors import ModelError
@@ -24,9 +27,6 @@ from pilotfish.engine.model.runner import ModelRunner
 from pilotfish.engine.model.text_part import text_part
 from pilotfish.engine.model.unbatched import UnbatchedRunner
 from pilotfish.engine.startup.build import build_engine
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GenerationConfig
-
 from tests import fakes, zoo
 from tests.classes import KINDS, tiny
 from tests.families import generate

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from pilotfish.engine.control.adaptive import AdaptiveK
 from pilotfish.engine.control.goodput import Found, Traits
 from pilotfish.engine.control.step_time import StepFeedback
@@ -20,7 +21,6 @@ from pilotfish.engine.scheduler import Scheduler
 from pilotfish.engine.startup.calibrate import SHAPES
 from pilotfish.engine.step import Work
 from pilotfish.engine.types import Sequence
-
 from tests import fakes
 
 MOST = 8

@@ -11,8 +11,8 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 
 import pytest
-from pilotfish.server.worker.garbage import freeze_loaded
 
+from pilotfish.server.worker.garbage import freeze_loaded
 from tests.features import FeatureTable
 
 # These mostly wait, for clients, clocks and processes: others compute meanwhile.

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from pilotfish.engine.control.adaptive import AdaptiveK
 from pilotfish.engine.control.goodput import Found, Traits
 from pilotfish.engine.control.step_time import StepFeedback
 from pilotfish.engine.params import SpeculationMode
 from pilotfish.engine.startup.calibrate import SHAPES
 from pilotfish.engine.types import AUTO, Sequence
-
 from tests import fakes
 from tests.clockwork import BUDGET, MOST, Costs, expected
 

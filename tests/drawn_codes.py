@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from pilotfish.engine.native.weights import GroupedCodes
 
 FORMS = ("scale", "offset", "zeros", "two levels", "two levels and offset")

@@ -9,6 +9,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.control.controller import Control
 from pilotfish.engine.control.prefill_budget import PrefillBudget
 from pilotfish.engine.engine import Engine
@@ -27,7 +29,6 @@ from pilotfish.engine.scheduler import Scheduler
 from pilotfish.engine.stats import Clock, StepStats
 from pilotfish.engine.types import FinishedOutput, Logprob, Request
 from pilotfish.engine.types import Sequence as Output
-from torch import Tensor
 
 Law = Callable[[tuple[int, ...]], Tensor]  # context -> logits [vocab]
 STALE = -1

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel
+
 from pilotfish.engine.params import (
     SamplingParams,
     SpeculationMode,
@@ -22,9 +25,6 @@ from pilotfish.engine.sampling.distribution import draw_rows
 from pilotfish.engine.sampling.noise import LogitsRow, Stream
 from pilotfish.engine.sampling.processors import process
 from pilotfish.engine.types import Request, Sequence
-from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedConfig, PreTrainedModel
-
 from tests import zoo
 
 NEW_TOKENS = 20

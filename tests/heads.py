@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.kv.batch import Feed
@@ -19,10 +23,6 @@ from pilotfish.engine.startup.build import assemble
 from pilotfish.engine.stats import Forward
 from pilotfish.engine.step import Work
 from pilotfish.engine.types import Sequence
-from safetensors.torch import save_file
-from torch import Tensor
-from transformers import PreTrainedModel
-
 from tests import fakes, zoo
 
 HIDDEN = 32

@@ -6,6 +6,7 @@ from importlib import metadata
 
 import numpy as np
 import torch
+
 from pilotfish.engine.kernels import has_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

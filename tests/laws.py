@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import torch
-from pilotfish.engine.params import SamplingParams
 from scipy import special  # a third of a second; scipy.stats takes one and a half
 from transformers import PreTrainedModel
+
+from pilotfish.engine.params import SamplingParams
 
 Chances = dict[int, float]  # by token
 

@@ -12,6 +12,8 @@ from functools import cache, lru_cache
 from itertools import cycle
 
 import torch
+
+from benchmarks.harness.bare import options as bare_options
 from pilotfish.engine.attention import paged
 from pilotfish.engine.control.controller import Control
 from pilotfish.engine.device_loop.graph_cache import RoundShape, covering
@@ -26,8 +28,6 @@ from pilotfish.engine.model.runner import layout_of_model
 from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from pilotfish.engine.startup.build import assemble
 from pilotfish.engine.types import FinishReason, Request, Sequence
-
-from benchmarks.harness.bare import options as bare_options
 from tests import fakes, zoo
 
 PLAIN = RoundOps(paged.attend_plainly, reference.commit)

@@ -18,6 +18,9 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.llm import LLM, CompletionOutput, _Output
@@ -31,9 +34,6 @@ from pilotfish.engine.startup.build import assemble
 from pilotfish.engine.text.codec import Codec
 from pilotfish.engine.types import Logprob, Request, Sequence
 from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-
 from tests import adapters, heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints, mtp_checkpoints
 from tests.scripted import ScriptedProposer

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import grpc
 import httpx
+
 from pilotfish.client import AsyncClient
 from pilotfish.models import embedded_draft, embedded_target
 from pilotfish.server.app import App
@@ -15,7 +16,6 @@ from pilotfish.server.config import ServerConfig
 from pilotfish.server.lifecycle import State
 from pilotfish.server.worker.fork_server import ForkServer
 from pilotfish.server.worker.remote import RemoteEngine
-
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine, served

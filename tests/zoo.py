@@ -7,6 +7,8 @@ from functools import lru_cache
 from typing import cast
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, FalconForCausalLM, PreTrainedConfig, PreTrainedModel
+
 from pilotfish.engine.attention import choose
 from pilotfish.engine.attention.registry import ATTENTION_NAME
 from pilotfish.engine.choices import KVType, Rounded, Weights
@@ -21,7 +23,6 @@ from pilotfish.engine.model.decoder.ops import LayerOps
 from pilotfish.engine.model.decoder.weights import WeightReader, converted_by
 from pilotfish.engine.model.fallback import prepare
 from pilotfish.engine.model.runner import ModelRunner, layout_of_model
-from transformers import AutoConfig, AutoModelForCausalLM, FalconForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCAB = 97
 END = 2

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from pilotfish.engine.kernels.paging import Paging, Tuning
 from torch import Tensor
 
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.shapes import Heads
+from pilotfish.engine.kernels.paging import Paging, Tuning
 
 PAGE = 32  # tokens
 _TIMES_CACHE = 4  # size of all arenas together, relative to the cache

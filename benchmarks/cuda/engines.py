@@ -13,6 +13,13 @@ from time import perf_counter
 from typing import cast
 
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from benchmarks.cuda.arenas import PAGE
+from benchmarks.cuda.card import Card, wait
+from benchmarks.cuda.shapes import SHAPES
+from benchmarks.harness.bare import options
 from pilotfish.engine.device_loop.graph_cache import places_for
 from pilotfish.engine.device_loop.loop import RoundLoop
 from pilotfish.engine.device_loop.round import RoundOps
@@ -33,13 +40,6 @@ from pilotfish.engine.startup.build import assemble
 from pilotfish.engine.startup.device_loop import ops_on
 from pilotfish.engine.stats import StepStats
 from pilotfish.engine.types import FinishReason, Request
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
-
-from benchmarks.cuda.arenas import PAGE
-from benchmarks.cuda.card import Card, wait
-from benchmarks.cuda.shapes import SHAPES
-from benchmarks.harness.bare import options
 
 CHUNK = 8192  # prompt tokens that a step feeds
 

@@ -11,14 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pilotfish.engine.config import EngineConfig
-from pilotfish.engine.engine import Engine
-from pilotfish.engine.params import MAX_NUM_DRAFT
-
 from benchmarks.harness.replay import NAME, ReplayModels, Script
 from benchmarks.harness.synthetic import POSITIONS, SyntheticPair, int8_of
 from benchmarks.harness.timing import AUTO, Batch, abreast, way
 from benchmarks.harness.turns import Turn, foreign, median_speed, promising, ratios
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.params import MAX_NUM_DRAFT
 
 Row = dict[str, Any]  # of a table; values that JSON supports
 

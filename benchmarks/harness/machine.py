@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
 from pilotfish.engine.machine.threads import most_threads
 
 _READ_C = Path(__file__).parent / "read.c"

@@ -12,6 +12,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 from numpy.typing import NDArray
+
+from benchmarks.harness.synthetic import agreement
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.machine.threads import use_threads
@@ -23,8 +25,6 @@ from pilotfish.engine.startup.calibrate import calibrate
 from pilotfish.engine.stats import Forward
 from pilotfish.engine.step import Work
 from pilotfish.engine.types import Sequence
-
-from benchmarks.harness.synthetic import agreement
 
 NAME = "model"  # name of the replayed draft, which replaces a draft model
 

@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pilotfish.engine.model.quantize import save_quantised
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -35,6 +34,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from pilotfish.engine.model.quantize import save_quantised
 
 _BYTES = {"I8": 1, "F16": 2}  # of the numbers of codes and scales
 

@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 
+from benchmarks.harness.turns import Clock, Turn
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from pilotfish.engine.stats import StepStats
 from pilotfish.engine.types import Request
-
-from benchmarks.harness.turns import Clock, Turn
 
 AUTO = "auto"
 _salts = count()

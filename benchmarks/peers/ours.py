@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.harness.timing import run_turn, way
+from benchmarks.harness.turns import Turn
+from benchmarks.peers.worker import Prompts, serve
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.startup.build import build_engine
 from pilotfish.engine.startup.warm import make_ready
 from pilotfish.server import version
-
-from benchmarks.harness.timing import run_turn, way
-from benchmarks.harness.turns import Turn
-from benchmarks.peers.worker import Prompts, serve
 
 
 class Pilotfish:

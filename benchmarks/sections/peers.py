@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from pilotfish.engine.machine.threads import cores
-
 from benchmarks.harness.busy import neighbours
 from benchmarks.harness.lab import BenchOptions, Lab, Row, Section
 from benchmarks.harness.machine import Memory
@@ -18,6 +16,7 @@ from benchmarks.harness.timing import AUTO
 from benchmarks.harness.turns import Turn, foreign, median_speed, promising, ratios, take_turns, worth_while
 from benchmarks.peers.catalogue import OURS, PEERS, Peer, PeerSetting, pythons
 from benchmarks.peers.remote import NotMeasured, Remote
+from pilotfish.engine.machine.threads import cores
 
 BATCHES = (1, 4, 8, 16)
 DRAFTS = (2, 4, 6)

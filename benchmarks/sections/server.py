@@ -12,17 +12,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 
-from pilotfish.client import AsyncClient
-from pilotfish.client.options import GenerateOptions
-from pilotfish.client.results import Delta
-from pilotfish.engine.machine.threads import cores
-
 from benchmarks.harness.lab import Lab, Row, Section
 from benchmarks.harness.synthetic import int8_of
 from benchmarks.harness.timing import AUTO
 from benchmarks.harness.turns import Clock, Turn, foreign, interleave, median_speed
 from benchmarks.peers.catalogue import PEERS, Peer, PeerSetting, pythons
 from benchmarks.peers.remote import Remote
+from pilotfish.client import AsyncClient
+from pilotfish.client.options import GenerateOptions
+from pilotfish.client.results import Delta
+from pilotfish.engine.machine.threads import cores
 
 BATCHES = (16,)
 AIM = 0.05

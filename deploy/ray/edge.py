@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
+
+from deploy.ray.envelope import Status, opened
 from pilotfish.engine.errors import InvalidRequest, PilotfishError
 from pilotfish.server.admission.slow_work import SlowWork
 from pilotfish.server.admission.status import refusal
 from pilotfish.server.errors import QueueFull, Unavailable
 from pilotfish.server.grpc.server import parsed, refuse
-
-from deploy.ray.envelope import Status, opened
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
 
 REMAINING = "pilotfish-remaining-seconds"  # metadata for the replica; a value that the caller sent is removed

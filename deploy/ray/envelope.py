@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import grpc
 from google.protobuf.message import Message
 from google.rpc import status_pb2
+
 from pilotfish.engine.errors import PilotfishError
 from pilotfish.server.admission.status import MAX_MESSAGE, Refusal, clipped, refusal, trailers
 

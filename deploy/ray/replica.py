@@ -11,6 +11,10 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
+from deploy.ray.edge import REMAINING
+from deploy.ray.envelope import Envelope
 from pilotfish.engine.errors import InvalidRequest, PilotfishError, Unsupported
 from pilotfish.server.admission.admission import Admission, Remaining
 from pilotfish.server.admission.security import ANYBODY, Callers, Quotas
@@ -27,10 +31,6 @@ from pilotfish.server.telemetry.metrics import Metrics
 from pilotfish.server.telemetry.tracing import Tracing
 from pilotfish.server.worker.remote import RemoteEngine
 from pilotfish.server.worker.supervisor import Supervisor
-from prometheus_client import CollectorRegistry
-
-from deploy.ray.edge import REMAINING
-from deploy.ray.envelope import Envelope
 
 logger = logging.getLogger(__name__)
 

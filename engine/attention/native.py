@@ -8,6 +8,8 @@ from functools import partial
 from itertools import chain
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.attention import sdpa
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.kv.arena import is_rounded, width_of
@@ -15,7 +17,6 @@ from pilotfish.engine.kv.batch import RaggedBatch
 from pilotfish.engine.machine.threads import pool_threads
 from pilotfish.engine.native import library
 from pilotfish.engine.native.compiled import BITS, AttentionArgs, function
-from torch import Tensor
 
 _LANES = 16  # what a head's size must be a multiple of
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.attention import sdpa
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.kernels import reference
 from pilotfish.engine.kernels.paging import Paging
 from pilotfish.engine.kv.arena import SCALE_BYTES, floats_of, is_rounded, width_of
 from pilotfish.engine.kv.batch import RaggedBatch
-from torch import Tensor
 
 WIDEST_IN_PROMPTS = 256  # elements of a value
 

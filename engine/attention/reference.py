@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.kv.arena import floats_of, width_of
 from pilotfish.engine.kv.batch import RaggedBatch
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

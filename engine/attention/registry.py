@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.attention import native, paged, reference, sdpa
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.choices import AttentionKind
@@ -18,7 +20,6 @@ from pilotfish.engine.kernels import faults, has_triton, is_interpreted
 from pilotfish.engine.kv.arena import KVArena
 from pilotfish.engine.kv.batch import RaggedBatch
 from pilotfish.engine.native import library
-from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
 from pilotfish.engine.attention import reference
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.kv.arena import floats_of, width_of
 from pilotfish.engine.kv.batch import RaggedBatch
 from pilotfish.engine.machine.threads import exactly
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 
 def attend(query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec) -> Tensor:

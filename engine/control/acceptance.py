@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
 from pilotfish.engine.control.constants import DEPTH_TRIALS, KEEP, SKEW, UNLIKE
 from pilotfish.engine.control.cost_model import Floats
 from pilotfish.engine.params import MAX_PREDICTED_DRAFTS

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+
 from pilotfish.engine.control import goodput
 from pilotfish.engine.control.acceptance import Acceptance, Ints, Source
 from pilotfish.engine.control.constants import COMPARING, EXPLORING, HOPE, KEEP, MARGIN, REST

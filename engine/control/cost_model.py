@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from pilotfish.engine.control.constants import KEEP, MOST, PRIOR
 
 Floats = npt.NDArray[np.float64]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+
 from pilotfish.engine.control.acceptance import Bools, Ints
 from pilotfish.engine.control.cost_model import ASKED, ATTENDED, CONTEXT, CostModel, Floats, quantities
 from pilotfish.engine.control.step_time import BatchLoad

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from pilotfish.engine.control.controller import Control
 from pilotfish.engine.machine.threads import most_threads
 from pilotfish.engine.native.compiled import fingerprint

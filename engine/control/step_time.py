@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+
 from pilotfish.engine.control.constants import MOST
 from pilotfish.engine.control.cost_model import CostModel, Floats, quantities
 from pilotfish.engine.params import MAX_NUM_DRAFT

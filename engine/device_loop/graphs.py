@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.device_loop.round import Drafts, Round, Run
 from pilotfish.engine.device_loop.slots import IDLE
 from pilotfish.engine.kernels.args import Committed
-from torch import Tensor
 
 A_ROUND = 16 << 20  # maximum bytes that the driver takes for one recorded round: about a kilobyte per kernel
 

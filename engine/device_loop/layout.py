@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.attention.paged import keys_of
 from pilotfish.engine.device_loop.slots import LENGTH, REJECTS, SEED, TOP_K, DeviceSlots, Tables
 from pilotfish.engine.kernels.args import SamplerRows
@@ -18,7 +20,6 @@ from pilotfish.engine.kernels.paging import Paging, send, tile_of
 from pilotfish.engine.kv.arena import KVArena
 from pilotfish.engine.kv.batch import RaggedBatch
 from pilotfish.engine.sampling.noise import Stream
-from torch import Tensor
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.decoder.decoder import DecoderModel

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.control.step_time import StepFeedback
 from pilotfish.engine.device_loop.graph_cache import GraphCache, RoundShape, covering, in_order_of_worth
 from pilotfish.engine.device_loop.graphs import Graphs
@@ -35,7 +37,6 @@ from pilotfish.engine.sampling.distribution import is_truncated
 from pilotfish.engine.stats import Clock
 from pilotfish.engine.step import Work
 from pilotfish.engine.types import Sequence
-from torch import Tensor
 
 
 def serves(sampling: SamplingParams, ends: Seq[int]) -> bool:

@@ -9,12 +9,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.control.step_time import StepFeedback
 from pilotfish.engine.kernels.args import UNSOUND, Committed
 from pilotfish.engine.stats import Clock, Forward
 from pilotfish.engine.step import Work
 from pilotfish.engine.types import Sequence
-from torch import Tensor
 
 Progress = Callable[[str], None]  # receives a message for each stage of loading
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.attention.registry import Attend, Ragged
 from pilotfish.engine.device_loop.layout import DeviceModel, LaidOut, Layout, Pass
 from pilotfish.engine.device_loop.slots import LENGTH, MAX_LENGTH, NUM_DRAFT, REJECTS, DeviceSlots
@@ -20,7 +22,6 @@ from pilotfish.engine.sampling import noise
 from pilotfish.engine.sampling.distribution import draw, probabilities
 from pilotfish.engine.sampling.noise import Stream
 from pilotfish.engine.verify import NO_DRAFT, rejection
-from torch import Tensor
 
 Run = Callable[[Tensor, Callable[[], None]], Committed]  # slots, and a callback between drafting and verification
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.kernels.args import Tracks
 from pilotfish.engine.kernels.paging import send
 from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.sampling.distribution import signed
-from torch import Tensor
 
 _ALIGNED = 16  # words, and columns: a kernel would be compiled again for another alignment
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from pilotfish.engine.kernels.paging import ITEM, Paging, padded
 from pilotfish.engine.kernels.plan import Plan, oldest_of, plans_of, split_at, split_start
-from torch import Tensor
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ITEM = tl.constexpr(ITEM)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from pilotfish.engine.kernels.args import FusedWeights, MatmulTile
 from torch import Tensor
+
+from pilotfish.engine.kernels.args import FusedWeights, MatmulTile
 
 _SEEN = 512  # places per block of a program
 _SUMMED = 512  # outputs of one row per program of the sum

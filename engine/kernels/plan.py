@@ -10,9 +10,10 @@ from dataclasses import astuple, dataclass, replace
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from pilotfish.engine.kernels import paging as cuts
 from pilotfish.engine.kernels.paging import ITEM, LEVELS, PER_LEVEL, SPLIT, Paging, Tile, Tuning
-from torch import Tensor
 
 _ITEM = tl.constexpr(ITEM)
 _PLANNED = 256  # tiles per block of the plan

@@ -7,6 +7,9 @@ does not, either.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from pilotfish.engine.kernels.args import (
     FULL,
     LARGEST,
@@ -22,8 +25,6 @@ from pilotfish.engine.kernels.args import (
     Tracks,
 )
 from pilotfish.engine.kernels.paging import Paging
-from torch import Tensor
-from torch.nn import functional as F
 
 
 def attend(

@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 import triton
 import triton.language as tl
-from pilotfish.engine.kernels.args import LARGEST, LARGEST_CODE, TINIEST, TINIEST_PEAK, Fp8Rows
 from torch import Tensor
+
+from pilotfish.engine.kernels.args import LARGEST, LARGEST_CODE, TINIEST, TINIEST_PEAK, Fp8Rows
 
 Activation = Literal["silu", "gelu_tanh"]
 _BLOCK = 1024  # elements of a gate per program

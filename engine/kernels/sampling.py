@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from pilotfish.engine.kernels.args import Committed, Drawn, SamplerRows, Tracks
 from pilotfish.engine.kernels.truncation import NEVER, ONCE, Search, clear, find_ends, largest_of, ranks
-from torch import Tensor
 
 _BLOCK = 2048  # tokens per program
 

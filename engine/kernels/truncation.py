@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from pilotfish.engine.kernels.args import SamplerRows
 from torch import Tensor
+
+from pilotfish.engine.kernels.args import SamplerRows
 
 BLOCK = 4096  # tokens per program
 LARGEST_VOCAB = 2**19  # whose total weight, at most 1 each, fits into int64

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from pilotfish.engine.kernels import is_interpreted
 from pilotfish.engine.kernels.args import GROUP, TILE_OUTPUTS, WORDS, MatmulTile
-from torch import Tensor
 
 MERGED_ROWS = 64  # maximum number of rows for which the groups of one output may be split among programs
 _PROGRAMS = 396  # three per multiprocessor of an H100: fewer would not use the full memory bandwidth

@@ -15,10 +15,11 @@ import mmap
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.choices import KVType
 from pilotfish.engine.kernels.reference import round_heads
 from pilotfish.engine.machine.mapped import in_pages
-from torch import Tensor
 
 SCALE_BYTES = 4
 

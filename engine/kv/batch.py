@@ -9,9 +9,10 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.kernels.paging import send
 from pilotfish.engine.types import EMPTY_STATE, StateSpan
-from torch import Tensor
 
 T = TypeVar("T")
 TABLE_MARK = 1 << 32  # far above any position and exact in int64

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+
 from pilotfish.engine.attention.registry import ATTENTION_NAME
 from pilotfish.engine.errors import ModelError, PilotfishError
 from pilotfish.engine.model.bounded import check_folder, find_file

@@ -14,6 +14,10 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
 from pilotfish.engine.attention.registry import ATTENTION_NAME, hook
 from pilotfish.engine.kv.arena import KVLayout, LayerKV
 from pilotfish.engine.model.checkpoint import (
@@ -27,9 +31,6 @@ from pilotfish.engine.model.checkpoint import (
 from pilotfish.engine.model.published.base import Codes
 from pilotfish.engine.model.published.methods import quantisation_of, read_weights, without_quantisation
 from pilotfish.engine.model.text_part import names_in_whole, without_load_report
-from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 
 class _Dequantised:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
 from pilotfish.engine.choices import Rounded
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.checkpoint import as_model_error, read_config
@@ -21,8 +24,6 @@ from pilotfish.engine.model.published.files import folder_of, read_tensors
 from pilotfish.engine.model.published.methods import CODES, SCALES, quantisation_of
 from pilotfish.engine.model.text_part import names_in_whole
 from pilotfish.engine.native.weights import GroupedCodes
-from safetensors.torch import save_file
-from torch import Tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.attention.registry import Attend, Ragged, running
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.kv.arena import KVArena, KVLayout
@@ -16,7 +18,6 @@ from pilotfish.engine.model.checkpoint import end_tokens_of
 from pilotfish.engine.model.decoder.architecture import architecture_of
 from pilotfish.engine.model.linear.grouped import matmul_shape
 from pilotfish.engine.recurrent.arena import StateArena
-from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.decoder.decoder import Model

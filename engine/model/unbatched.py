@@ -16,12 +16,13 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
-from pilotfish.engine.errors import ModelError
-from pilotfish.engine.kv.arena import KVArena, KVLayout, LayerKV
-from pilotfish.engine.kv.batch import Feed
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.arena import KVArena, KVLayout, LayerKV
+from pilotfish.engine.kv.batch import Feed
 
 _NOTHING: Any = getattr(cache_utils, "DummyLayer", None)  # of a layer without cache; missing in older transformers
 # The layout of an arena of tokens, in float32, which represents all ids below 2**24 exactly.

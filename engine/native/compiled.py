@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
 from pilotfish.engine.native import build
 
 log = logging.getLogger(__name__)

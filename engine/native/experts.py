@@ -9,12 +9,13 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from pilotfish.engine.machine.threads import pool_threads
 from pilotfish.engine.native.compiled import BITS, fields, function
 from pilotfish.engine.native.matmul import Matrix, PackedMatrix
 from pilotfish.engine.native.weights import ALIGNED
-from torch import Tensor
-from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)

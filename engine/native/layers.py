@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.machine.threads import pool_threads
 from pilotfish.engine.native.compiled import BITS, AttentionArgs, fields, function
 from pilotfish.engine.native.matmul import Matrix, PackedMatrix
 from pilotfish.engine.native.rows import SILU, Activation, Norm, WeightAndEps
-from torch import Tensor
 
 
 class _Joined(ctypes.Structure):

@@ -8,11 +8,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from pilotfish.engine.machine.threads import pool_threads
 from pilotfish.engine.native.compiled import fields, function, library
 from pilotfish.engine.native.weights import ALIGNED, GroupedCodes, Groups, StoredCodes, panels_of, panels_of_groups
-from torch import Tensor
-from torch.nn import functional as F
 
 _OUT_BITS = {torch.bfloat16: 16, torch.float32: 32}
 _TYPES = frozenset((torch.uint8, torch.int8, *_OUT_BITS))  # of codes, and of float weights

@@ -6,9 +6,10 @@ import ctypes
 from collections.abc import Sequence as Seq
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.machine.threads import pool_threads
 from pilotfish.engine.native.compiled import BITS, fields, function, library
-from torch import Tensor
 
 RULES = ("delta", "mamba1", "conv")  # in the order of recurrent.c
 

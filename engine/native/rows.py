@@ -6,9 +6,10 @@ import ctypes
 import math
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.machine.threads import pool_threads
 from pilotfish.engine.native.compiled import BITS, fields, function, library
-from torch import Tensor
 
 _LANES = 16
 WeightAndEps = tuple[Tensor, float]  # weight (float32) and eps of a norm x / sqrt(sum of x^2 + eps) * weight

@@ -15,10 +15,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.machine.mapped import in_pages
 from pilotfish.engine.machine.threads import most_threads
 from pilotfish.engine.native.compiled import BITS, fields, function, library
-from torch import Tensor
 
 _SLICE = 2**20  # bytes of the input that a slice reads
 _FLOAT_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}

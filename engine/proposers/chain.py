@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.params import Verification
 from pilotfish.engine.proposers.base import Proposer
 from pilotfish.engine.sampling.distribution import any_truncated, draw, draw_rows, probabilities, samplers_of
@@ -16,7 +18,6 @@ from pilotfish.engine.sampling.processors import process
 from pilotfish.engine.stats import Forward
 from pilotfish.engine.step import Work
 from pilotfish.engine.types import Sequence
-from torch import Tensor
 
 
 @dataclass(slots=True)

@@ -12,12 +12,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.kv.batch import Feed
 from pilotfish.engine.model.runner import Runner
 from pilotfish.engine.text.spelling import Spelling
-from tokenizers import Tokenizer, decoders, models
-from torch import Tensor
 
 # Word frequencies fall as 1/rank: of 50,000 tokens the most frequent tenth makes up four fifths of text. With a smaller
 # overlap most drafts would be impossible.

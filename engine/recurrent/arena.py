@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.kv.batch import RaggedBatch
 from pilotfish.engine.types import StateSpan
-from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)

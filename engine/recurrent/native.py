@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from pilotfish.engine.native import recurrent
 from pilotfish.engine.recurrent import rules
 from pilotfish.engine.recurrent.arena import PartSlots
-from torch import Tensor
 
 
 def conv(slots: PartSlots, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from pilotfish.engine.recurrent.arena import PartSlots
 from torch import Tensor
+
+from pilotfish.engine.recurrent.arena import PartSlots
 
 
 def conv(

@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
+
 from pilotfish.engine.params import MAX_PREDICTED_DRAFTS
 from pilotfish.engine.types import FinishReason
 from pilotfish.engine.types import Sequence as TokenSequence

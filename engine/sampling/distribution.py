@@ -11,13 +11,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.kernels import has_triton
 from pilotfish.engine.kernels.args import Drawn, SamplerRows
 from pilotfish.engine.kernels.paging import send_together
 from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.sampling import noise
 from pilotfish.engine.sampling.noise import LogitsRow
-from torch import Tensor
 
 TINY = torch.finfo(torch.float32).tiny  # so that no positive temperature rounds to zero
 _HOST = torch.device("cpu")

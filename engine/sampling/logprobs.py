@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import torch
-from pilotfish.engine.types import Logprob, Sequence, TopLogprob
 from torch import Tensor
+
+from pilotfish.engine.types import Logprob, Sequence, TopLogprob
 
 _ROWS = 32  # rows converted to float64 at a time: a row of 150,000 tokens takes several megabytes
 

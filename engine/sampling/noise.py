@@ -12,9 +12,10 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.native.compiled import function, library
 from pilotfish.engine.types import Sequence
-from torch import Tensor
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

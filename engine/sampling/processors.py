@@ -17,11 +17,12 @@ from functools import partial
 from itertools import groupby
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import GrammarFault
 from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.sampling.noise import LogitsRow
 from pilotfish.engine.types import GRAMMAR_TOKENS, Sequence
-from torch import Tensor
 
 NEVER = float("-inf")
 

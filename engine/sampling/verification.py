@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.kernels.args import SamplerRows
 from pilotfish.engine.kernels.paging import send, send_together
 from pilotfish.engine.params import Verification
@@ -18,7 +20,6 @@ from pilotfish.engine.sampling.noise import LogitsRow, Stream
 from pilotfish.engine.sampling.processors import process
 from pilotfish.engine.step import Work
 from pilotfish.engine.verify import NO_DRAFT, coupled, rejection
-from torch import Tensor
 
 # By sequence: the number of accepted drafts, and the next token. By row: whether its logits are finite, before and
 # after processing. For all sequences of one rule, from its rows of logits.

@@ -13,6 +13,9 @@ import logging
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from pilotfish.engine.attention import choose
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.kv.arena import KVArena, KVLayout
@@ -25,8 +28,6 @@ from pilotfish.engine.model.linear.cuda import Fp8Linear, W4Linear
 from pilotfish.engine.model.linear.experts import FusedExperts
 from pilotfish.engine.model.runner import ModelRunner
 from pilotfish.engine.recurrent.arena import StateArena
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.decoder.decoder import Model

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 import torch
+
 from pilotfish.engine.choices import Weights
 from pilotfish.engine.control.adaptive import AdaptiveK
 from pilotfish.engine.control.prefill_budget import PrefillBudget
@@ -49,9 +50,10 @@ from pilotfish.engine.startup.precision import held_as
 from pilotfish.engine.startup.runners import LoadedModel, check_allowed
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from transformers import PreTrainedConfig
+
     from pilotfish.engine.config import EngineConfig
     from pilotfish.engine.model.decoder.decoder import Model
-    from transformers import PreTrainedConfig
 
 log = logging.getLogger(__name__)
 

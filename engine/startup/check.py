@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from pilotfish.engine.choices import Weights
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import PilotfishError, one_line
@@ -44,8 +45,9 @@ from pilotfish.engine.startup.precision import HeldPrecision, held_as
 from pilotfish.engine.text.codec import Codec
 
 if TYPE_CHECKING:  # its import takes seconds
-    from pilotfish.engine.model.published.base import Codes
     from transformers import PreTrainedConfig
+
+    from pilotfish.engine.model.published.base import Codes
 
 _READABLE = (PilotfishError, ValueError, RuntimeError, OSError, MemoryError)  # their texts explain the problem
 

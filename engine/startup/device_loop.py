@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import torch
+
 from pilotfish.engine.attention import paged
 from pilotfish.engine.device_loop.graph_cache import allows_rounds
 from pilotfish.engine.device_loop.graphs import Graphs

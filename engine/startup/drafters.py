@@ -17,11 +17,12 @@ from pilotfish.engine.startup.runners import LoadedModel
 from pilotfish.engine.text.codec import TOKENIZER_FILE, Codec
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from transformers import PreTrainedConfig
+
     from pilotfish.engine.config import EngineConfig
     from pilotfish.engine.model.decoder.decoder import DecoderModel, Model
     from pilotfish.engine.model.unbatched import UnbatchedRunner
     from pilotfish.engine.proposers.sources import DraftSource
-    from transformers import PreTrainedConfig
 
 
 def draft_models(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.kernels import has_triton
 from pilotfish.engine.model.adapters.peft import read_adapter
@@ -21,8 +22,9 @@ from pilotfish.engine.proposers.heads.uno import adapter_folder
 from pilotfish.engine.proposers.sources import draft_sources
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
-    from pilotfish.engine.config import EngineConfig
     from transformers import PreTrainedConfig
+
+    from pilotfish.engine.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
 from pilotfish.engine.device_loop.graph_cache import MOST_RECORDED, allows_rounds, in_order_of_worth, places_for
 from pilotfish.engine.device_loop.graphs import A_ROUND, MemoryBudget, MemoryUse
 from pilotfish.engine.errors import ModelError
@@ -16,9 +17,10 @@ from pilotfish.engine.kv.states import StatePool, slots_per_sequence
 from pilotfish.engine.recurrent.arena import StateArena, StatePart, bytes_per_slot, parts_of
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from transformers import PreTrainedConfig
+
     from pilotfish.engine.config import EngineConfig
     from pilotfish.engine.model.decoder.decoder import Model
-    from transformers import PreTrainedConfig
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
 from pilotfish.engine.choices import Weights
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.kernels import has_triton
@@ -25,8 +26,9 @@ from pilotfish.engine.model.quantize import quantised_as
 from pilotfish.engine.native import multiplies
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
-    from pilotfish.engine.config import EngineConfig
     from transformers import PreTrainedConfig
+
+    from pilotfish.engine.config import EngineConfig
 
 Multiplies = Callable[[torch.dtype], bool]
 

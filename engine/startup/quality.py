@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.kv.batch import Feed
 from pilotfish.engine.model.checkpoint import read_config
@@ -21,12 +23,12 @@ from pilotfish.engine.model.quantize import quantised_as
 from pilotfish.engine.model.unbatched import plain_logits, use_own_attention
 from pilotfish.engine.startup.build import build_engine, pick_device
 from pilotfish.engine.types import EMPTY_STATE, StateSpan
-from torch import Tensor
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from pilotfish.engine.config import EngineConfig
     from pilotfish.engine.engine import Engine
-    from transformers import PreTrainedModel
 
 _ROWS = 64  # positions per block: a distribution over 262,144 tokens takes a megabyte
 

@@ -17,6 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.attention import Attend, fitting, native
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.attention.registry import ATTENTION_NAME
@@ -26,16 +28,16 @@ from pilotfish.engine.kv.batch import Feed, RaggedBatch
 from pilotfish.engine.model.checkpoint import shape_of
 from pilotfish.engine.model.decoder.decoder import DecoderModel, is_batch_invariant
 from pilotfish.engine.model.runner import ModelRunner, Runner, layout_of_model
-from torch import Tensor
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from transformers import PreTrainedConfig, PreTrainedModel
+
     from pilotfish.engine.config import EngineConfig
     from pilotfish.engine.model.adapters.store import Adapters
     from pilotfish.engine.model.decoder.decoder import Model
     from pilotfish.engine.model.unbatched import UnbatchedRunner
     from pilotfish.engine.proposers.sources import DraftSource
     from pilotfish.engine.recurrent.arena import StateArena
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
 

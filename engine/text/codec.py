@@ -7,15 +7,16 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers.decoders import DecodeStream
+from tokenizers.models import BPE
+
 from pilotfish.engine.machine.mapped import release_freed
 from pilotfish.engine.model.bounded import find_file
 from pilotfish.engine.model.gguf.container import Container, open_gguf
 from pilotfish.engine.model.gguf.tokenizer import tokenizer_faults, tokenizer_in
 from pilotfish.engine.text.spelling import Spelling, steps_of
 from pilotfish.engine.text.stops import NO_ASIDES, NO_STOPS, Asides, StopSearch, StopStrings
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
-from tokenizers.decoders import DecodeStream
-from tokenizers.models import BPE
 
 TOKENIZER_FILE = "tokenizer.json"
 # Sample code and prose, for calibration before the first request.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from llguidance import LLMatcher, regex_to_lark
+
 from pilotfish.engine.config import Bounds
 from pilotfish.engine.errors import GrammarFault, InvalidRequest, Violation, shown
 from pilotfish.engine.params import Guided

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
+
 from pilotfish.engine.errors import GrammarFault, ModelError, Unsupported
 from pilotfish.engine.machine.mapped import release_freed
 from pilotfish.engine.text.codec import Codec, structure_problem

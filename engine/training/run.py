@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.machine.threads import cores
@@ -22,7 +24,6 @@ from pilotfish.engine.training.eagle3 import Eagle3Shape, TrainedEagle3, config_
 from pilotfish.engine.training.store import RunFolder, Schedule, TargetParts, TextPlan, WrittenText
 from pilotfish.engine.training.text import Tokens, Writer, continued, own_prompts
 from pilotfish.engine.training.trainer import HeadTrainer, TrainingStep
-from torch import Tensor
 
 log = logging.getLogger(__name__)
 

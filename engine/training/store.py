@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pilotfish.engine.errors import ModelError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
+
+from pilotfish.engine.errors import ModelError
 
 STATE = ".training"  # the folder of a run's own files, in that of the head
 _LOCK = "lock"

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.errors import ModelError

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from pilotfish.engine.training.eagle3 import NUM_PLACES, TrainedEagle3
-from pilotfish.engine.training.store import RunFolder, Schedule, TargetParts, WrittenText
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+
+from pilotfish.engine.training.eagle3 import NUM_PLACES, TrainedEagle3
+from pilotfish.engine.training.store import RunFolder, Schedule, TargetParts, WrittenText
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,9 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from pilotfish.client import AsyncClient, Delta, GenerateOptions, QueueFullError, RequestFailedError
-
 from loadtest.experiments.mischief import MISCHIEF, ChaosContext
 from loadtest.process import ProcessUsage, ServerProcess, engine_of
+from pilotfish.client import AsyncClient, Delta, GenerateOptions, QueueFullError, RequestFailedError
 
 PROGRAM = ("-m", "loadtest.experiments.faulty_server")
 OPTIONS = (

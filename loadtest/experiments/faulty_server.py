@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvloop
+
 from pilotfish.engine import target_pass
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import PilotfishError

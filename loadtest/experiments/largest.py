@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from pilotfish.client import AsyncClient
-
 from loadtest.experiments.hostile import CALLS
 from loadtest.process import ServerProcess
+from pilotfish.client import AsyncClient
 
 OBSERVERS = 2
 QUIET_SECONDS = 10.0

@@ -15,6 +15,7 @@ from itertools import count
 from random import Random
 
 import grpc
+
 from pilotfish.client import (
     AsyncClient,
     CancelledError,
@@ -24,7 +25,6 @@ from pilotfish.client import (
     ServerFaultError,
     UnavailableError,
 )
-
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
 

@@ -16,9 +16,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
 
-from pilotfish.client import AsyncClient, Delta, GenerateOptions, RequestFailedError
-
 from loadtest.process import ServerProcess
+from pilotfish.client import AsyncClient, Delta, GenerateOptions, RequestFailedError
 
 LONGEST = 120.0  # seconds; the deadline of each request, so that none waits for ever
 SERVED, REFUSED = "OK", "RESOURCE_EXHAUSTED"

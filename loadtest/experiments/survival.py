@@ -16,10 +16,10 @@ from statistics import median
 from typing import Any
 
 import httpx
-from pilotfish.client import AsyncClient, Delta, Finished, QueueFullError, RequestFailedError
-from pilotfish.client.options import ChatMessage, Prompt
 
 from loadtest.process import ServerProcess, engine_of
+from pilotfish.client import AsyncClient, Delta, Finished, QueueFullError, RequestFailedError
+from pilotfish.client.options import ChatMessage, Prompt
 
 OPTIONS = ("--max-engine-crashes", "10000", "--max-queue-seconds", "600")
 _PROPERTIES = {

@@ -10,6 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2 as details_pb
 from google.rpc import status_pb2
+
 from pilotfish.engine.errors import DuplicateRequest, InvalidRequest, PilotfishError, Unsupported, Violation
 from pilotfish.server.errors import (
     Aborted,

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from pilotfish.models import corpus
 from pilotfish.server.commands.arguments import Tokens
 from pilotfish.server.config import ServerConfig
-from pydantic import ValidationError
 
 if TYPE_CHECKING:
     from pilotfish.engine.engine import Engine

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pilotfish.server.config import ServerConfig
 from pydantic import ValidationError
+
+from pilotfish.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from pilotfish.engine.startup.check import CheckReport

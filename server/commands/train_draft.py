@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 from pilotfish.engine.errors import InvalidRequest, ModelError
 from pilotfish.engine.model.checkpoint import read_config
 from pilotfish.engine.text.codec import Codec
@@ -17,8 +20,6 @@ from pilotfish.engine.training.store import Schedule, TextPlan
 from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.commands.arguments import Tokens, at_least, read_prompts
 from pilotfish.server.config import ServerConfig
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from pilotfish.engine.training.run import TrainingJob

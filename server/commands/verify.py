@@ -22,6 +22,7 @@ from secrets import token_hex
 from typing import Literal
 
 from grpc import StatusCode
+
 from pilotfish.client import (
     Client,
     Delta,

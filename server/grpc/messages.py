@@ -27,7 +27,6 @@ from pilotfish.server.formats.base import ANY_OBJECT, Tool
 from pilotfish.server.model import ServedModel
 from pilotfish.server.streams.stream import NOTHING_RECEIVED, OutputStream
 from pilotfish.server.turns import max_len_of
-
 from pilotfish.v1 import control_pb2 as control_pb
 from pilotfish.v1 import generation_pb2 as pb
 

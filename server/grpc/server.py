@@ -18,6 +18,7 @@ from urllib.parse import unquote
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
+
 from pilotfish.engine.errors import InvalidRequest, PilotfishError
 from pilotfish.server.admission.security import Callers
 from pilotfish.server.admission.slow_work import MAX_MIDDLE_BYTES, SlowWork

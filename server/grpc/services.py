@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from pilotfish.engine.errors import InvalidRequest, Unsupported, shown
 from pilotfish.engine.request.validation import unknown_ids
 from pilotfish.engine.stats import Clock
@@ -36,7 +37,6 @@ from pilotfish.server.grpc.server import host_of
 from pilotfish.server.lifecycle import Lifecycle, State
 from pilotfish.server.model import ServedModel
 from pilotfish.server.streams.stream import OutputStream
-
 from pilotfish.v1 import control_pb2 as pb
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
 from pilotfish.v1 import generation_pb2 as generation

@@ -16,6 +16,8 @@ from functools import partial
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+
 from pilotfish.engine.errors import InvalidRequest, Violation, shown
 from pilotfish.engine.params import (
     Guided,
@@ -57,7 +59,6 @@ from pilotfish.server.http.fields import (
 )
 from pilotfish.server.model import ServedModel
 from pilotfish.server.streams.stream import NOTHING_RECEIVED
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 Input: TypeAlias = str | tuple[int, ...] | Conversation
 

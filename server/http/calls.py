@@ -14,6 +14,9 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
 from pilotfish.engine.errors import PilotfishError
 from pilotfish.engine.types import TokenEvent
 from pilotfish.server.admission.admission import Admission, Remaining
@@ -26,8 +29,6 @@ from pilotfish.server.http.event_ids import EventIds
 from pilotfish.server.http.gateway import STALLED
 from pilotfish.server.model import ServedModel
 from pilotfish.server.streams.stream import OutputStream
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from fastapi.responses import JSONResponse
+
 from pilotfish.engine.errors import ContextExcess, InvalidRequest, PilotfishError, Violation, shown
 from pilotfish.server.admission.status import MAX_VIOLATION, clipped, refusal, shortened
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args
 
-from pilotfish.engine.errors import shown
-from pilotfish.engine.params import MAX_SEED, MIN_SEED
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -22,6 +20,9 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
+
+from pilotfish.engine.errors import shown
+from pilotfish.engine.params import MAX_SEED, MIN_SEED
 
 
 def _is_text(value: str) -> str:

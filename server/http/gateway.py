@@ -16,6 +16,11 @@ import h11
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
 from pilotfish.engine.errors import PilotfishError, shown
 from pilotfish.server import version
 from pilotfish.server.admission.security import Callers
@@ -25,10 +30,6 @@ from pilotfish.server.errors import Forbidden, NotFound, Unauthenticated
 from pilotfish.server.http.errors import HttpError, http_error
 from pilotfish.server.lifecycle import Lifecycle, State
 from pilotfish.server.telemetry.metrics import Exposition
-from starlette.datastructures import Headers
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 PAGE = Path(__file__).resolve().parent / "playground"
 # Files of the page at `/`, which calls the server like any other client. They contain no secrets, so they need no

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import Field, model_validator
+
 from pilotfish.engine.errors import InvalidRequest
 from pilotfish.engine.params import Guided
 from pilotfish.engine.types import FinishedOutput, FinishReason, Request
@@ -36,7 +38,6 @@ from pilotfish.server.http.fields import (
 )
 from pilotfish.server.model import ServedModel
 from pilotfish.server.streams.stream import OutputStream
-from pydantic import Field, model_validator
 
 
 class Block(Body):

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import Field
+
 from pilotfish.engine.errors import InvalidRequest
 from pilotfish.engine.params import Guided
 from pilotfish.engine.types import FinishedOutput, FinishReason, Request
@@ -42,7 +44,6 @@ from pilotfish.server.http.fields import (
 )
 from pilotfish.server.model import ServedModel
 from pilotfish.server.streams.stream import OutputStream
-from pydantic import Field
 
 
 class ItemPart(Body):

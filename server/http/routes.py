@@ -13,6 +13,9 @@ from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
 from pilotfish.engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation, shown
 from pilotfish.engine.types import FinishedOutput, TokenEvent
 from pilotfish.server.admission.admission import Admission
@@ -37,8 +40,6 @@ from pilotfish.server.http.messages import ConversationBody, MessagesAnswer, Mes
 from pilotfish.server.http.openai.answers import FINISH_REASONS, ChatAnswers, TextAnswers, fit
 from pilotfish.server.http.openai.bodies import ChatBody, CompletionBody
 from pilotfish.server.http.responses import ResponsesAnswer, ResponsesBody
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
+
 from pilotfish.engine.stats import CacheChange
 
 if TYPE_CHECKING:
     import zmq
-    from pilotfish.server.config import ServerConfig
     from zmq.asyncio import Socket
+
+    from pilotfish.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import get_args
 
-from pilotfish.engine.params import MAX_NUM_DRAFT, MAX_PREDICTED_DRAFTS
-from pilotfish.engine.stats import Clock, ForwardKind, StepStats
-from pilotfish.engine.types import FinishReason
-from pilotfish.server import version
-from pilotfish.server.streams.stream import Timeline
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+
+from pilotfish.engine.params import MAX_NUM_DRAFT, MAX_PREDICTED_DRAFTS
+from pilotfish.engine.stats import Clock, ForwardKind, StepStats
+from pilotfish.engine.types import FinishReason
+from pilotfish.server import version
+from pilotfish.server.streams.stream import Timeline
 
 PHASES = ("plan", "launch", "propose", "forward", "verify", "commit", "land")
 REJECTIONS = (

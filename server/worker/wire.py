@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias, get_args
 
 import msgspec
+
 from pilotfish.engine.config import Bounds
 from pilotfish.engine.errors import InvalidRequest, ModelError, PilotfishError, Unsupported, Violation
 from pilotfish.engine.params import Guided

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotfish.engine.device_loop.graph_cache import GraphCache
-from pilotfish.engine.device_loop.round import Round
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache
 
@@ -20,6 +18,8 @@ from benchmarks.cuda.parts import checks, decoding, peers, tokens
 from benchmarks.cuda.report import Folder, PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import Heads
+from pilotfish.engine.device_loop.graph_cache import GraphCache
+from pilotfish.engine.device_loop.round import Round
 from tests.card import here
 
 CPU = Card(torch.device("cpu"), "", 1.0, 1.0, 2**14)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from pilotfish.engine.config import EngineConfig
-from pilotfish.engine.startup.build import build_engine
-from pilotfish.engine.text.codec import Codec
 from safetensors.torch import load_file
 
 from benchmarks.harness.replay import NAME, ReplayModels, Script
 from benchmarks.harness.synthetic import LOOP, Rule, SyntheticPair, agreement, int8_of, matrix_bytes
 from benchmarks.harness.timing import AUTO, run_turn, way
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.startup.build import build_engine
+from pilotfish.engine.text.codec import Codec
 
 TOKENS, BATCH = 48, 4
 

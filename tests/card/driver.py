@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+
 from pilotfish.engine.kernels import reference
 from pilotfish.engine.model.decoder.ops import LayerOps
 from pilotfish.engine.sampling.distribution import choose
-
 from tests.card.card import Card, Host
 from tests.card.graph import Capture, Graph
 from tests.card.memory import Pool

@@ -50,7 +50,7 @@ def tensors_of(tree: Any, found: list[Tensor] | None = None) -> list[Tensor]:
 @cache
 def _is_ours(kind: type) -> bool:
     """Whether it is a dataclass of the engine's: what kernels are given and give back."""
-    return is_dataclass(kind) and kind.__module__.startswith("engine.")
+    return is_dataclass(kind) and kind.__module__.startswith("pilotfish.engine.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotfish.client import convert
 
 from pilotfish import client
+from pilotfish.client import convert
 from pilotfish.v1 import generation_pb2 as pb
 from tests.client import fake_server
 from tests.client.blocking import blocking

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from pilotfish.client.connection import Retry, Tls
 
 from pilotfish import client
+from pilotfish.client.connection import Retry, Tls
 from tests.client import fake_server
 from tests.client.blocking import blocking
 from tests.client.fake_server import CLOSING, full

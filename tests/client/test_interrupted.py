@@ -9,9 +9,9 @@ from contextlib import ExitStack, closing
 
 import grpc
 import pytest
-from pilotfish.client import Retry, convert
 
 from pilotfish import client
+from pilotfish.client import Retry, convert
 from tests.client.blocking import blocking
 from tests.client.fake_replica import SCRIPT, Fate, continued, replica
 from tests.client.fake_server import CLOSING, free_port, full, refusal, unavailable

@@ -9,10 +9,10 @@ import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotfish.client import DeadlineExceededError, QueueFullError, RequestFailedError, Retry, UnavailableError
 from pilotfish.client.errors import closed
 from pilotfish.client.resume import Patience, ResumableStream
-
 from pilotfish.v1 import generation_pb2 as pb
 from tests.client.fake_replica import FINGERPRINT, MAX_TOKENS, SCRIPT, SEED, SPECULATION, info
 

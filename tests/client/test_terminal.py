@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
-from pilotfish.client import terminal
 
+from pilotfish.client import terminal
 from pilotfish.v1 import generation_pb2 as pb
 from tests.client.fake_server import FINISHED, invalid, refusal
 

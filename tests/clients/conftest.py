@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 
 import httpx
 import pytest
-from pilotfish.client import Client
 
 from loadtest.process import ServerProcess
+from pilotfish.client import Client
 
 
 class Served:

@@ -18,7 +18,6 @@ from pilotfish.models import embedded_target
 from pilotfish.server.app import App
 from pilotfish.server.config import ServerConfig
 from pilotfish.server.model import ServedModel, read_text
-
 from tests.server.fake_engine import EOS, FakeEngine, Live
 from tests.server.worker import in_process
 

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import yaml
-from pilotfish.models.corpus import held_out_prompts
 from tokenizers import Tokenizer
 
+from pilotfish.models.corpus import held_out_prompts
 from tests.clients.environments import MODEL, TOKENIZER, run_each
 
 pytestmark = pytest.mark.timeout(300)

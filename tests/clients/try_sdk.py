@@ -6,8 +6,8 @@ What they return is what our own gRPC client gets for the same prompt, streamed 
 from __future__ import annotations
 
 import pytest
-from pilotfish.models.corpus import held_out_prompts
 
+from pilotfish.models.corpus import held_out_prompts
 from tests.clients.environments import MODEL, answers
 from tests.clients.scripted import COMMAND, PRINTED
 

@@ -7,10 +7,10 @@ from functools import lru_cache
 
 import pytest
 import torch
-from pilotfish.engine.attention.registry import choose
-from pilotfish.engine.startup.memory import kv_gib
 
 from benchmarks.harness.bare import options as bare_options
+from pilotfish.engine.attention.registry import choose
+from pilotfish.engine.startup.memory import kv_gib
 from tests import fakes, zoo
 from tests.engine.device_loop.test_round import run_and_check
 from tests.interpreting import DEVICE
@@ -20,7 +20,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from pilotfish.engine.kernels import attention, reference, rows
 from pilotfish.engine.model.decoder.ops import LayerOps
-
 from tests.kernels.test_attention import alone, problem
 
 pytestmark = pytest.mark.cuda

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 from compose_spec import PyOptions, parse_duration
+
 from pilotfish.server.app import LAST_MESSAGES_SECONDS
 from pilotfish.server.config import ServerConfig
 from pilotfish.server.http.gateway import LAST_RESPONSES_SECONDS
-
 from tests.deploy.dockerfile import DOCKERFILE, stages
 from tests.deploy.prometheus import DEPLOY, FOLDER
 
@@ -62,7 +62,7 @@ def test_what_is_copied_is_there_and_is_what_the_wheel_needs():
     copied = {source for sources, _ in stages()["sources"].copies() for source in sources}
     assert [name for name in copied if not (ROOT / name).exists()] == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
     needed = {package.split("/")[0] for package in packages}
     needed |= {"pyproject.toml", "hatch_build.py", project["project"]["readme"]}
     assert needed | set(project["project"]["license-files"]) <= copied

@@ -10,10 +10,10 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
-from pilotfish.server.telemetry.metrics import Metrics
 from prometheus_client import CollectorRegistry
 
 from deploy.grafana import dashboards
+from pilotfish.server.telemetry.metrics import Metrics
 from tests.deploy.prometheus import DEPLOY, FOLDER
 
 FILES = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))

@@ -14,12 +14,12 @@ import httpx
 import jsonschema
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
 from pilotfish.engine.startup.build import PAGE_SIZE
 from pilotfish.models import embedded_target
 from pilotfish.server.config import ServerConfig
 from pilotfish.server.model import model_name
-from prometheus_client.parser import text_string_to_metric_families
-
 from tests.deploy.prometheus import DEPLOY
 from tests.deploy.test_containers import options_of
 from tests.deploy.test_kubernetes import ALWAYS, OWN, one, rendered, validate

@@ -16,11 +16,11 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+
 from pilotfish.server.app import LAST_MESSAGES_SECONDS
 from pilotfish.server.config import ServerConfig
 from pilotfish.server.grpc.services import LIVENESS
 from pilotfish.server.http.gateway import LAST_RESPONSES_SECONDS
-
 from tests.deploy.dockerfile import stages
 from tests.deploy.prometheus import DEPLOY, PROMTOOL, needs_prometheus
 from tests.deploy.test_containers import options_of

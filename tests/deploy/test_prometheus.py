@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+
 from pilotfish.client import AsyncClient, Completion
 from pilotfish.engine.stats import StepStats
 from pilotfish.models.corpus import held_out_prompts
-
 from tests.deploy.prometheus import DEPLOY, FOLDER, PROMTOOL, Prometheus, needs_prometheus, watching
 from tests.serving import serving_embedded
 

@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from pilotfish.engine.errors import InvalidRequest
-from pilotfish.server.admission.slow_work import MAX_MIDDLE_BYTES
-from pilotfish.server.config import ServerConfig
-from pilotfish.server.errors import QueueFull, Unavailable
 
 from deploy.ray.edge import REMAINING, _Call, _ours, add_inference
 from deploy.ray.envelope import Envelope, Status, opened
 from deploy.ray.replica import WITHOUT_EFFECT, _remaining, configured
+from pilotfish.engine.errors import InvalidRequest
+from pilotfish.server.admission.slow_work import MAX_MIDDLE_BYTES
+from pilotfish.server.config import ServerConfig
+from pilotfish.server.errors import QueueFull, Unavailable
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1 import generation_pb2_grpc
 from tests.server.test_generate import detail

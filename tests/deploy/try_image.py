@@ -120,10 +120,10 @@ def _run(command, container):
 @pytest.mark.timeout(900)
 def test_it_holds_what_serving_needs_and_no_more(installed):
     site = next(installed.glob("lib/python3*/site-packages"))
-    assert (site / "models" / "target" / "model.safetensors").exists()
-    for unwanted in ("pytest", "mypy", "tests", "benchmarks", "deploy"):
+    assert (site / "pilotfish" / "models" / "target" / "model.safetensors").exists()
+    for unwanted in ("pytest", "mypy", "tests", "benchmarks", "deploy", "engine", "server", "client", "models"):
         assert not (site / unwanted).exists()
-    weights = [p for p in site.rglob("*.safetensors") if site / "models" not in p.parents]
+    weights = [p for p in site.rglob("*.safetensors") if site / "pilotfish" / "models" not in p.parents]
     assert weights == [], "no model but the embedded pair"
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import grpc
 import pytest
 import yaml
+
 from pilotfish.client import AsyncClient, Delta
 from pilotfish.client.errors import InvalidRequestError, QueueFullError, UnsupportedError
 from pilotfish.models.corpus import held_out_prompts
-
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from tests.deploy.prometheus import DEPLOY
 from tests.serving import until

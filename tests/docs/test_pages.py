@@ -7,9 +7,9 @@ from collections import defaultdict
 
 import pytest
 import yaml
-from pilotfish.server.telemetry.metrics import Metrics
 from prometheus_client import CollectorRegistry
 
+from pilotfish.server.telemetry.metrics import Metrics
 from tests.docs.conftest import ROOT
 from tests.features import HEAD, tables
 

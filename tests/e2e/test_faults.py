@@ -7,6 +7,8 @@ import math
 from functools import partial
 
 import pytest
+
+from pilotfish import client
 from pilotfish.engine import target_pass
 from pilotfish.engine.text.codec import Codec
 from pilotfish.engine.text.matcher import MatcherState
@@ -14,8 +16,6 @@ from pilotfish.server.grpc import messages
 from pilotfish.server.streams import stream
 from pilotfish.server.worker import engine_process
 from pilotfish.server.worker.fork_server import ForkServer
-
-from pilotfish import client
 from tests.e2e.seams import before
 from tests.server.test_life import metric
 from tests.serving import grpc_client, http_client, serving, serving_embedded, until

@@ -7,11 +7,11 @@ import asyncio
 import gguf
 import pytest
 from gguf import GGMLQuantizationType as Type
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.startup.check import check
 from pilotfish.models import embedded_target
 from pilotfish.server.model import fingerprint, model_name
-
 from tests import gguf_files
 from tests.server.worker.in_process import load_models
 from tests.serving import grpc_client, serving

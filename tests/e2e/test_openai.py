@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import openai
-from pilotfish.server.chat import ChatTemplate
 
+from pilotfish.server.chat import ChatTemplate
 from pilotfish.v1 import generation_pb2 as pb
 from tests.server.worker.in_process import load_models
 from tests.serving import serving_embedded, until

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
-from pilotfish.engine import target_pass
 
+from pilotfish.engine import target_pass
 from pilotfish.v1 import generation_pb2 as pb
 from tests.e2e.seams import before
 from tests.server.test_life import read_to_end

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from pilotfish.engine.llm import LLM
-from pilotfish.engine.params import SamplingParams
-from pilotfish.models import embedded_target
 
 from examples.demo import free_ports
 from pilotfish import client
+from pilotfish.engine.llm import LLM
+from pilotfish.engine.params import SamplingParams
+from pilotfish.models import embedded_target
 
 PROGRAM = "from pilotfish.server.cli import main; raise SystemExit(main())"
 OPTIONS = ("--tensor-parallel-size", "2", "--max-model-len", "1000", "--warm-up-seconds", "0", "--speculation", "fixed")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from pilotfish.client import AsyncClient, Completion
 from pilotfish.client.errors import UnsupportedError
 from pilotfish.engine.engine import Engine
@@ -17,7 +18,6 @@ from pilotfish.engine.model.fallback import kv_layout
 from pilotfish.engine.stats import StepOutput, StepStats
 from pilotfish.engine.types import Sequence
 from pilotfish.models import corpus
-
 from tests.serving import EMBEDDED, serving_embedded, until
 
 # Of a fixed number of drafts: whether any pay beside 31 others is for AUTO to say, and another matter.

@@ -8,11 +8,11 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+
 from pilotfish.client import AsyncClient, Delta
 from pilotfish.client.results import Finished
 from pilotfish.models import corpus
 from pilotfish.server.app import App
-
 from tests.server.test_life import metric
 from tests.serving import grpc_client, serving_embedded, until
 

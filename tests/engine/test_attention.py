@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.attention import choose, native, paged, reference, registry, sdpa
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.errors import ModelError

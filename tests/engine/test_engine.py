@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from pilotfish.engine.control.adaptive import AdaptiveK
 from pilotfish.engine.control.constants import KEEP
 from pilotfish.engine.errors import DuplicateRequest, InvalidRequest, Unsupported
 from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
 from pilotfish.engine.proposers.select import GIVE_UP_AFTER
 from pilotfish.engine.types import FinishReason, Request, Sequence
-
 from tests import fakes
 from tests.scripted import ScriptedProposer
 

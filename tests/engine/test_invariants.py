@@ -7,9 +7,9 @@ from functools import cache
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
 from pilotfish.engine.params import SamplingParams, SpeculationParams, Verification
 from pilotfish.engine.types import FinishReason, Request
-
 from tests import fakes
 from tests.scripted import ScriptedProposer
 

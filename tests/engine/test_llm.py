@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from pilotfish.engine import LLM, FinishReason, InvalidRequest, ModelError, SamplingParams
 from pilotfish.engine.params import Guided, SpeculationMode, SpeculationParams, ThinkingBudget
 from pilotfish.models import embedded_draft, embedded_target
-
 from tests import zoo
 
 

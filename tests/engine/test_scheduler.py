@@ -6,12 +6,12 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pilotfish.engine.kv.pages import PagePool
 from pilotfish.engine.params import SpeculationMode
 from pilotfish.engine.scheduler import Scheduler
 from pilotfish.engine.turns import MASK_SECONDS
 from pilotfish.engine.types import Sequence
-
 from tests import fakes
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine import turns as shares
 from pilotfish.engine.control.prefill_budget import PrefillBudget
 from pilotfish.engine.control.step_time import StepFeedback
@@ -19,7 +20,6 @@ from pilotfish.engine.startup.warm import make_ready
 from pilotfish.engine.step import Work
 from pilotfish.engine.turns import TURN, Shares, equal_parts
 from pilotfish.engine.types import Sequence
-
 from tests import fakes
 
 PLACES = 8

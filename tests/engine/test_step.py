@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.params import SpeculationMode, SpeculationParams, Verification
@@ -18,7 +19,6 @@ from pilotfish.engine.proposers.suffix import SuffixProposer
 from pilotfish.engine.request.prediction import TextAlignment
 from pilotfish.engine.startup.build import assemble
 from pilotfish.engine.types import Request
-
 from tests import fakes, zoo
 
 TEXT = (5, 6, 7, 8, 9, 10) * 4

@@ -7,13 +7,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+
 from pilotfish.engine import engine as engine_module
 from pilotfish.engine import target_pass
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.errors import RankLost
 from pilotfish.engine.params import Verification
 from pilotfish.engine.types import FinishReason, KVCursor, Request, Sequence
-
 from tests import fakes
 
 VOCAB = 11

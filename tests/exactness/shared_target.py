@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
+
 from pilotfish.engine import parallel
 from pilotfish.engine.kv.batch import Feed
 from pilotfish.engine.llm import LLM, CompletionOutput
 from pilotfish.engine.machine.rank import RankInfo
 from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
-
 from tests import zoo
 
 NEW_TOKENS, LONGEST = 16, 96

@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+
 from pilotfish.engine import LLM, SamplingParams
 from pilotfish.engine.attention import choose
 from pilotfish.engine.kv.arena import KVArena
@@ -21,9 +24,6 @@ from pilotfish.engine.native import multiplies
 from pilotfish.engine.params import SpeculationMode, SpeculationParams
 from pilotfish.engine.startup import build
 from pilotfish.models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
-from torch import nn
-from transformers import PreTrainedModel
-
 from tests import zoo
 
 OFF = SpeculationParams(mode=SpeculationMode.OFF)

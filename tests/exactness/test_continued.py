@@ -10,11 +10,11 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+
 from pilotfish.engine.llm import LLM, CompletionOutput
 from pilotfish.engine.params import SamplingParams, SpeculationParams
 from pilotfish.engine.types import FinishReason, ReceivedOutput, Resume, TokenEvent
 from pilotfish.server.streams.stream import OutputStream, merged
-
 from tests.covering import some
 from tests.exactness.test_options import ALONE, MAX_TOKENS, REQUESTS
 from tests.sameness import PROMPTS, Pair, asking, assert_same, codec, random_of, random_pair

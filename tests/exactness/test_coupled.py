@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.params import SamplingParams, SpeculationParams
@@ -15,7 +16,6 @@ from pilotfish.engine.startup.build import assemble
 from pilotfish.engine.stats import Forward
 from pilotfish.engine.step import Work
 from pilotfish.engine.types import Request, Sequence
-
 from tests import fakes, zoo
 from tests.covering import some
 from tests.scripted import ScriptedProposer

@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 import torch
+
 from pilotfish.engine import LLM, SamplingParams
 from pilotfish.engine.model.checkpoint import read_config
 from pilotfish.engine.model.fallback import kv_layout
@@ -19,7 +20,6 @@ from pilotfish.engine.params import SpeculationMode, SpeculationParams
 from pilotfish.engine.step import Step
 from pilotfish.engine.types import Sequence
 from pilotfish.models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
-
 from tests.respell import shuffled
 
 OWN = torch.bfloat16 if multiplies(torch.bfloat16) else torch.float32

@@ -9,12 +9,12 @@ from collections.abc import Sequence as Seq
 
 import pytest
 import torch
+
 from pilotfish.engine.control.controller import Control
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.errors import GrammarFault
 from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
 from pilotfish.engine.types import FinishReason, Request, Sequence
-
 from tests import fakes
 from tests.laws import chi_square
 from tests.scripted import ScriptedProposer

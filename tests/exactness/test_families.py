@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.params import SamplingParams, SpeculationParams
 from pilotfish.engine.startup.build import assemble, build_engine
 from pilotfish.engine.types import KVCursor, Request
 from pilotfish.models import corpus, embedded_draft, embedded_target
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
 from tests import fakes, zoo
 from tests.covering import some
 from tests.families import NEW_TOKENS, Saved, assert_expected, generate, requests, save

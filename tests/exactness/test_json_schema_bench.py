@@ -20,12 +20,12 @@ import jsonschema
 import pytest
 import torch
 from jsonschema.validators import validator_for
+
 from pilotfish.engine.errors import InvalidRequest
 from pilotfish.engine.llm import LLM, CompletionOutput
 from pilotfish.engine.params import Guided, SamplingParams
 from pilotfish.engine.text.guided import GrammarCompiler
 from pilotfish.engine.types import FinishReason, Grammar
-
 from tests.covering import some
 from tests.sameness import VOCAB, asking, assert_same, codec, embedded_pair
 

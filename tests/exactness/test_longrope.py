@@ -6,6 +6,8 @@ from functools import lru_cache
 
 import pytest
 import torch
+from transformers import Phi3Config, PreTrainedModel
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.kv.batch import Feed, RaggedBatch
@@ -15,8 +17,6 @@ from pilotfish.engine.model.fallback import kv_layout
 from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.startup.build import assemble
 from pilotfish.engine.types import KVCursor, Request
-from transformers import Phi3Config, PreTrainedModel
-
 from tests import fakes, zoo
 from tests.families import generate
 

@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
 from pilotfish.engine.control.controller import Control, within
 from pilotfish.engine.llm import LLM, CompletionOutput
 from pilotfish.engine.params import Guided, SamplingParams, SpeculationMode, ThinkingBudget
@@ -24,8 +26,6 @@ from pilotfish.engine.types import Sequence
 from pilotfish.server.formats.base import ReasoningMarks, Tool
 from pilotfish.server.formats.json_calls import HermesFormat
 from pilotfish.server.formats.structure import Answer, structure_of
-from transformers import AutoModelForCausalLM
-
 from tests.covering import covering, some
 from tests.sameness import (
     PROMPTS,

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
 from pilotfish.engine.request.prediction import TextAlignment
 from pilotfish.engine.text.codec import Codec
 from pilotfish.engine.types import ReceivedOutput, Request, Resume
-
 from tests.fakes import Outputs, fake_engine, hashed_law, run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from pilotfish.engine.params import SamplingParams, Verification
 from pilotfish.engine.sampling.noise import gumbel
 from pilotfish.engine.types import Request
 from pilotfish.engine.verify import NO_DRAFT, Draw, coupled, rejection, residual
-from torch import Tensor
-
 from tests import fakes
 from tests.engine.sampling.test_distribution import definition
 from tests.laws import chi_square

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from pilotfish.engine.config import Bounds, EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.kv.batch import Feed
@@ -29,7 +30,6 @@ from pilotfish.engine.sampling.logprobs import token_logprobs
 from pilotfish.engine.sampling.noise import LogitsRow, Stream
 from pilotfish.engine.sampling.processors import process
 from pilotfish.engine.types import Logprob, Request, Sequence
-
 from tests import fakes, heads, zoo
 from tests.scripted import ScriptedProposer
 

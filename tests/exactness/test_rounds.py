@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 from hypothesis import given, settings
+
 from pilotfish.engine.llm import LLM
 from pilotfish.engine.params import SpeculationMode
-
 from tests.exactness.test_options import ALONE, BOLD, MAX_TOKENS, SITUATIONS, AnyK
 from tests.loops import gib
 from tests.sameness import (

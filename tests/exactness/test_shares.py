@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from pilotfish.engine.kv.arena import KVLayout
 from pilotfish.engine.llm import LLM
 from pilotfish.engine.model.decoder.families.table import architecture_for
 from pilotfish.models import embedded_draft, embedded_target
-
 from tests import families, zoo
 from tests.exactness import shared_target
 

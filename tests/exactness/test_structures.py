@@ -8,10 +8,10 @@ from functools import cache
 
 import jsonschema
 import pytest
+
 from pilotfish.engine.llm import LLM, CompletionOutput
 from pilotfish.engine.params import Guided, SamplingParams
 from pilotfish.engine.types import FinishReason
-
 from tests.sameness import asking, assert_same, embedded_pair
 from tests.schemas import random_schema
 

@@ -8,12 +8,12 @@ from itertools import count
 from typing import Any
 
 import pytest
+
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.errors import GrammarFault
 from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.turns import MASK_SECONDS
 from pilotfish.engine.types import GRAMMAR_TOKENS, FinishReason, ReceivedOutput, Resume
-
 from tests import fakes
 from tests.exactness.test_defects import Alternating, engine, request, structured
 

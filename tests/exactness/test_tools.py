@@ -16,6 +16,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.llm import LLM
 from pilotfish.engine.params import Guided, SamplingParams
@@ -31,9 +34,6 @@ from pilotfish.server.formats.json_calls import HermesFormat, LlamaFormat, Mistr
 from pilotfish.server.formats.reasoning import PlainFormat
 from pilotfish.server.formats.structure import Answer, structure_of
 from pilotfish.server.formats.tagged import GlmFormat, QwenCoderFormat
-from tokenizers import AddedToken, Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from tests import heads, zoo
 from tests.covering import some
 from tests.sameness import asking, assert_same, run

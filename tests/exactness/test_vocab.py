@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
 from pilotfish.engine import LLM, SamplingParams
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.startup.build import build_engine
 from pilotfish.models import corpus, embedded_draft, embedded_target
-from transformers import AutoModelForCausalLM, LlamaConfig
-
 from tests import zoo
 from tests.engine.proposers.test_vocab import TEXT, byte_level, sentence_piece
 from tests.respell import shuffled

@@ -22,10 +22,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from pilotfish import client
 from pilotfish.engine import LLM, SamplingParams, SpeculationParams
 from pilotfish.models import corpus, embedded_draft, embedded_target
-
-from pilotfish import client
 from tests import families, zoo
 
 LEAST = 300  # requests

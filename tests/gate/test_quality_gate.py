@@ -15,6 +15,8 @@ from itertools import count
 
 import numpy as np
 import pytest
+from torch import Tensor
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.kv.batch import Feed
@@ -25,8 +27,6 @@ from pilotfish.engine.startup.calibrate import calibrate
 from pilotfish.engine.text.codec import Codec
 from pilotfish.engine.types import Request
 from pilotfish.models import corpus, embedded_draft, embedded_target
-from torch import Tensor
-
 from tests.clockwork import COSTS, Costs
 
 LEAST_LENGTH = 2.0  # tokens per round at K=4; 1.0 would be none gained, the pair has about 3.4

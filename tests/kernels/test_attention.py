@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from triton.runtime.interpreter import GridExecutor
+
 from pilotfish.engine.attention import choose, paged, sdpa
 from pilotfish.engine.attention import reference as by_formula
 from pilotfish.engine.attention.reference import AttentionSpec
@@ -33,8 +35,6 @@ from pilotfish.engine.kernels.paging import (
 from pilotfish.engine.kernels.reference import round_heads
 from pilotfish.engine.kv.arena import SCALE_BYTES
 from pilotfish.engine.kv.batch import Feed, RaggedBatch
-from triton.runtime.interpreter import GridExecutor
-
 from tests.covering import covering
 from tests.interpreting import DEVICE
 from tests.no_gpu.counting import Counting

@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from pilotfish.engine.kernels import reference, sampling
 from pilotfish.engine.kernels.args import FULL, RUNNING, STOPPED, UNSOUND, Tracks
-
 from tests.interpreting import DEVICE
 
 LONGEST = 12

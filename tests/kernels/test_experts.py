@@ -13,7 +13,6 @@ from pilotfish.engine.kernels import experts, reference
 from pilotfish.engine.kernels.args import FusedWeights
 from pilotfish.engine.model.linear.experts import FusedExperts
 from pilotfish.engine.native.experts import ExpertGate
-
 from tests.interpreting import DEVICE
 from tests.kernels.test_attention import LOOKING
 

@@ -12,7 +12,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 from pilotfish.engine.kernels import is_interpreted, reference, rows
 from pilotfish.engine.kernels.reference import round_heads
 from pilotfish.engine.kv.arena import SCALE_BYTES, floats_of
-
 from tests.interpreting import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}

@@ -18,7 +18,6 @@ from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.sampling import distribution
 from pilotfish.engine.sampling.distribution import TINY, samplers_of
 from pilotfish.engine.sampling.noise import Stream
-
 from tests.engine.sampling.test_distribution import row
 from tests.interpreting import DEVICE
 from tests.kernels.test_attention import LOOKING

@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from pilotfish.engine.kernels import reference, w4
 from pilotfish.engine.kernels.args import GROUP, TILE_OUTPUTS
-
 from tests.interpreting import DEVICE
 
 

@@ -12,8 +12,6 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from pilotfish.client import GenerateOptions
-from pilotfish.server.telemetry.metrics import Metrics as ServerMetrics
 from prometheus_client import CollectorRegistry, generate_latest
 from tokenizers import Tokenizer
 
@@ -21,6 +19,8 @@ from loadtest.experiments.overload import REFUSED, Overload, Phase, Run, Sample,
 from loadtest.process import ScrapedMetrics, usage
 from loadtest.workload import LONG, LONGEST_PROMPT, MAX_TOKENS, corpus, request
 from pilotfish import client
+from pilotfish.client import GenerateOptions
+from pilotfish.server.telemetry.metrics import Metrics as ServerMetrics
 from tests.server.fake_engine import FakeEngine
 from tests.serving import serving, until
 
@@ -87,8 +87,8 @@ def test_requests_are_the_same_again_differ_and_fit_the_embedded_pair():
     first, second = ([request(random, LONG) for _ in range(40)] for random in (Random(3), Random(3)))
     assert first == second
     assert len({prompt for prompt, _ in first}) > 20
-    tokenizer = Tokenizer.from_file(str(files("models") / "target" / "tokenizer.json"))
-    config = json.loads((files("models") / "target" / "config.json").read_text("utf-8"))
+    tokenizer = Tokenizer.from_file(str(files("pilotfish.models") / "target" / "tokenizer.json"))
+    config = json.loads((files("pilotfish.models") / "target" / "config.json").read_text("utf-8"))
     lines = [match.end() for match in re.finditer("\n", corpus())][::8]  # each place is in several of them
     prompts = tokenizer.encode_batch([corpus()[line : line + LONGEST_PROMPT] for line in lines])
     longest = max(len(prompt.ids) for prompt in prompts)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotfish.engine import LLM, SamplingParams
-from pilotfish.models import corpus, embedded_eagle, embedded_medusa, embedded_target, heads
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from pilotfish.engine import LLM, SamplingParams
+from pilotfish.models import corpus, embedded_eagle, embedded_medusa, embedded_target, heads
 from tests import zoo
 
 MEGABYTE = 10**6

@@ -8,11 +8,12 @@ from functools import lru_cache
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
 from pilotfish.engine import LLM, SamplingParams
 from pilotfish.models import corpus, embedded_draft, embedded_target
 from pilotfish.models.train import held_out_loss
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 MEGABYTE = 10**6
 

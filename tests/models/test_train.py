@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from pilotfish.models import train
 
 STREAM = np.random.default_rng(0).integers(0, train.VOCAB, 5000).astype(np.int32)

@@ -21,13 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pilotfish.engine.native import compiled
-
 from tests.mutants.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = "| # | area | fault | found by `make test` | found by `make test-all` only |\n|---|---|---|---|---|"
 LIST = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-WHERE = "import engine, server, client; print(*(package.__file__ for package in (engine, server, client)))"
+WHERE = "import pilotfish.engine, pilotfish.v1; print(pilotfish.engine.__file__, pilotfish.v1.__file__)"
 
 
 class Copy:
@@ -37,9 +36,9 @@ class Copy:
         self.root, self._folder, self._time = folder / "repository", folder, time.time()
         names = subprocess.run(LIST, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
         for name in names:
-            if (ROOT / name).is_file():
+            if (ROOT / name).exists():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, self.root / name)
+                shutil.copy2(ROOT / name, self.root / name, follow_symlinks=False)
         self._compile()
         warm = [self._environment(folder / "venv"), "-m", "tests.mutants.warm"]
         environment = os.environ | {"PILOTFISH_CACHE": str(folder / "cache")}

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator, Sequence
 
 import torch
+
 from pilotfish.engine.attention import paged
 from pilotfish.engine.kernels import attention
 from pilotfish.engine.kernels.paging import Paging
 from pilotfish.engine.kv.arena import SCALE_BYTES
-
 from tests.no_gpu.stand_in import Specialised, StandIn
 
 KV_HEADS = 8

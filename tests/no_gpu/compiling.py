@@ -18,6 +18,9 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
+from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from benchmarks.harness.bare import options as bare_options
 from pilotfish.engine.attention import paged, registry
 from pilotfish.engine.device_loop.graph_cache import in_order_of_worth
 from pilotfish.engine.device_loop.round import RoundOps
@@ -29,9 +32,6 @@ from pilotfish.engine.params import SamplingParams, SpeculationParams
 from pilotfish.engine.startup.build import assemble
 from pilotfish.engine.startup.warm import make_ready
 from pilotfish.engine.types import FinishReason, Request
-from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
-
-from benchmarks.harness.bare import options as bare_options
 from tests import fakes, zoo
 from tests.loops import LAWS, PLAIN, AnyK, gib
 from tests.no_gpu import meaning

@@ -11,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine import kernels
 from pilotfish.engine.attention import reference as by_sequence
 from pilotfish.engine.attention.reference import AttentionSpec
@@ -18,7 +20,6 @@ from pilotfish.engine.kernels import reference
 from pilotfish.engine.kernels.paging import Paging
 from pilotfish.engine.kv.batch import RaggedBatch
 from pilotfish.engine.sampling.distribution import choose
-from torch import Tensor
 
 _PLAIN = {"args", "paging", "reference"}  # modules without kernels
 

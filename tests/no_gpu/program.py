@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from pilotfish.engine.kernels import has_triton
 
 ROOT = Path(__file__).resolve().parents[2]

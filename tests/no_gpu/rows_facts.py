@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+
 from pilotfish.engine.kernels import experts, rows, w4
 from pilotfish.engine.kernels.args import GROUP, WORDS
 from pilotfish.engine.kv.arena import SCALE_BYTES
 from pilotfish.engine.model.linear.experts import FusedExperts
 from pilotfish.engine.native.experts import ExpertGate
-
 from tests.no_gpu.stand_in import Specialised, StandIn
 
 SIZES = (2048, 29568)  # of rows: a small model's hidden size, and the largest MLP that is common

@@ -8,9 +8,9 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+
 from pilotfish.engine.kernels import sampling
 from pilotfish.engine.kernels.args import SamplerRows, Tracks
-
 from tests.no_gpu.counting import Counting
 from tests.no_gpu.stand_in import StandIn
 

@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 from pilotfish.engine.params import SamplingParams, Verification
 from pilotfish.engine.sampling.verification import verify_rows
 from pilotfish.engine.step import Work
-
 from tests.card import here
 from tests.engine.sampling.test_distribution import row
 

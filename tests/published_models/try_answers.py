@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from pilotfish.engine import LLM, SamplingParams
 from pilotfish.engine.text.codec import Codec
 from pilotfish.models import published
 from pilotfish.server.chat import ChatTemplate
-from transformers import AutoModelForCausalLM
-
 from tests.published_models.questions import MISSED_BY_LLAMA, QUESTIONS
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a file loads models: a minute on a slow machine

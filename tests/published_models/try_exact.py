@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
+
 from pilotfish.engine import LLM, SamplingParams
 from pilotfish.engine.llm import CompletionOutput
 from pilotfish.engine.params import SpeculationMode, SpeculationParams

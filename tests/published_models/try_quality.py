@@ -10,13 +10,14 @@ from functools import cache, lru_cache
 
 import pytest
 import torch
+from torch import Tensor
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.model.unbatched import plain_logits
 from pilotfish.engine.startup.quality import compare, reference_model
 from pilotfish.engine.text.codec import Codec
 from pilotfish.models import published
 from pilotfish.server.commands.quality import default_texts
-from torch import Tensor
 
 pytestmark = pytest.mark.timeout(300)  # loads two models
 _TEXTS, _LENGTH = 3, 128

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
 from pilotfish.engine.text.codec import Codec, OutputText
 from pilotfish.engine.text.matcher import GrammarVocabulary
 from pilotfish.models import published
 from pilotfish.server.admission.conversation import record_of
 from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.formats.base import Tool
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
-
 from pilotfish.v1 import generation_pb2 as pb
 
 TEXTS = {

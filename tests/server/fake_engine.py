@@ -26,7 +26,6 @@ from pilotfish.engine.types import (
     TopLogprob,
 )
 from pilotfish.server.model import ServedModel
-
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 
 EOS = 0

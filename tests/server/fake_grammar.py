@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from pilotfish.engine.errors import InvalidRequest
 from pilotfish.engine.params import Guided
-
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import EOS
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+
 from pilotfish.client import NotFoundError
 from pilotfish.engine.errors import ModelError
 from pilotfish.server.lifecycle import State
-
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from tests.server.fake_engine import FakeEngine

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.types import Request
 from pilotfish.server.admission.security import AT_ONCE, LONGEST, Refusals
@@ -17,7 +18,6 @@ from pilotfish.server.errors import QueueFull
 from pilotfish.server.queue import AdmissionQueue
 from pilotfish.server.streams.stream import OutputStream
 from pilotfish.server.turns import CallerTurns, Estimates
-
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import error_of, request
 from tests.server.test_order import step

@@ -6,12 +6,12 @@ import json
 
 import grpc
 import pytest
-from pilotfish.engine.errors import InvalidRequest, ModelError
-from pilotfish.engine.text.codec import Codec
-from pilotfish.server.chat import MAX_MESSAGES, ChatTemplate
 from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
+from pilotfish.engine.errors import InvalidRequest, ModelError
+from pilotfish.engine.text.codec import Codec
+from pilotfish.server.chat import MAX_MESSAGES, ChatTemplate
 from pilotfish.v1 import generation_pb2 as pb
 from tests.engine.text.test_codec import byte_level
 from tests.server.test_generate import refused, request

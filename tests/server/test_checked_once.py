@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+
 from pilotfish.engine.request import intake
 from pilotfish.engine.request.intake import Intake
-
 from pilotfish.v1 import generation_pb2 as pb
 from tests.serving import http_client, serving_embedded
 

@@ -7,12 +7,13 @@ import socket
 import sys
 
 import pytest
+from pydantic import ValidationError
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from pilotfish.server import cli, version
 from pilotfish.server.config import ServerConfig
 from pilotfish.server.telemetry import kv_events, tracing
-from pydantic import ValidationError
 
 
 def test_without_a_model_the_embedded_pair_is_served_and_a_model_has_no_draft_of_its_own() -> None:

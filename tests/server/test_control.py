@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from prometheus_client import CollectorRegistry
+
 from pilotfish.engine.text.codec import Codec
 from pilotfish.server import version
 from pilotfish.server.telemetry.metrics import Metrics
-from prometheus_client import CollectorRegistry
-
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE

@@ -8,8 +8,8 @@ from itertools import product
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from pilotfish.engine.errors import InvalidRequest
 
+from pilotfish.engine.errors import InvalidRequest
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from tests.engine.text.test_codec import CODEC

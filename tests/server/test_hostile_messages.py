@@ -13,6 +13,8 @@ import pytest
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from loadtest.experiments.hostile import CALLS
 from pilotfish.engine.errors import InvalidRequest
 from pilotfish.engine.text.codec import Codec
 from pilotfish.server.admission import check
@@ -22,8 +24,6 @@ from pilotfish.server.grpc.messages import request_of
 from pilotfish.server.grpc.server import MAX_ENTRIES, MAX_NUMBERS, require_few
 from pilotfish.server.grpc.services import Health
 from pilotfish.server.streams.stream import MAX_INTERRUPTIONS
-
-from loadtest.experiments.hostile import CALLS
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE

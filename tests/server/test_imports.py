@@ -19,10 +19,8 @@ HEAVY = MODELS | {"fastapi", "uvicorn", "numpy", "tokenizers", "llguidance", "hu
         ("from pilotfish.server import cli; cli.main(['version'])", HEAVY),
         ("from pilotfish.server import cli; cli.main(['health', '127.0.0.1:1', '--timeout', '0.01'])", HEAVY),
         ("import pilotfish.server.commands.check", HEAVY),
-        (
-            "import pilotfish.server.worker.fork_server",
-            HEAVY | {"grpc", "pydantic"},
-        ),  # so that it starts before all other imports
+        # Small, so that it starts before all other imports.
+        ("import pilotfish.server.worker.fork_server", HEAVY | {"grpc", "pydantic"}),
         ("import pilotfish.server.app", MODELS),  # the front ends: they answer while the engine's process imports these
     ],
 )

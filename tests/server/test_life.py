@@ -11,11 +11,11 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from pilotfish.engine.types import FinishReason
 from pilotfish.server.app import SERVICES
 from pilotfish.server.errors import Aborted
 from pilotfish.server.lifecycle import State
-
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from tests.server.fake_engine import FakeEngine, served

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 from google.rpc import error_details_pb2
+
 from pilotfish.client import InvalidRequestError
 from pilotfish.server.admission.status import MAX_MESSAGE, clipped
-
 from pilotfish.v1 import generation_pb2 as pb
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.interfaces import talking

@@ -7,14 +7,14 @@ import re
 import time
 
 import pytest
-from pilotfish.engine.types import FinishReason, Request
-from pilotfish.server.queue import AdmissionQueue
-from pilotfish.server.streams.stream import Timeline
-from pilotfish.server.telemetry.metrics import DRAFT_BUCKETS, VLLM_NAMES, Exposition, Metrics, NumDrafts, watch_lag
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from pilotfish.engine.types import FinishReason, Request
+from pilotfish.server.queue import AdmissionQueue
+from pilotfish.server.streams.stream import Timeline
+from pilotfish.server.telemetry.metrics import DRAFT_BUCKETS, VLLM_NAMES, Exposition, Metrics, NumDrafts, watch_lag
 from tests.server.test_generate import request
 from tests.serving import http_client, serving, until
 

@@ -8,10 +8,10 @@ from functools import partial
 
 import grpc
 import pytest
+
 from pilotfish.engine.types import FinishReason
 from pilotfish.server.admission.slow_work import SlowWork
 from pilotfish.server.errors import QueueFull
-
 from pilotfish.v1 import generation_pb2 as pb
 from tests.server.fake_engine import EOS, TEXT, FakeEngine, logprob_of
 from tests.server.fake_grammar import FakeCompiler

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.stats import Forward, StepStats
 from pilotfish.engine.types import ReceivedOutput, Request, Resume
@@ -17,7 +18,6 @@ from pilotfish.server.driver import PATIENCE_SECONDS
 from pilotfish.server.queue import AdmissionQueue
 from pilotfish.server.streams.stream import Timeline
 from pilotfish.server.turns import Estimates, least_tokens
-
 from pilotfish.v1 import generation_pb2 as pb
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, error_of, request

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.types import Request
 from pilotfish.server.errors import QueueFull
 from pilotfish.server.queue import SERVICE_SHARE, AdmissionQueue, Outlook

@@ -9,13 +9,13 @@ from itertools import product
 
 import grpc
 import pytest
+
 from pilotfish.client import Retry
 from pilotfish.client.resume import Patience, ResumableStream
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.text.codec import OutputText
 from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.model import fingerprint
-
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from tests.engine.text.test_codec import CODEC

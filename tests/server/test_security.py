@@ -13,11 +13,11 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
 from pilotfish.server.admission.security import ANYBODY, Caller, Callers, Quotas
 from pilotfish.server.app import SERVICES
 from pilotfish.server.errors import QuotaExceeded, Unauthenticated
 from pilotfish.server.grpc.server import host_of
-
 from pilotfish.v1 import control_pb2, generation_pb2_grpc
 from pilotfish.v1 import generation_pb2 as pb
 from tests.server.fake_engine import FakeEngine

@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+
 from pilotfish.server.admission.slow_work import (
     MAX_BYTES_ON_LOOP,
     MAX_MIDDLE_BYTES,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+
 from pilotfish.server.admission.stalls import stall_limit
 
 LIMIT = 0.1

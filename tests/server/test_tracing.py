@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pilotfish.server.telemetry.tracing import Tracing
 
+from pilotfish.server.telemetry.tracing import Tracing
 from pilotfish.v1 import generation_pb2 as pb
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, request

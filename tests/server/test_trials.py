@@ -6,6 +6,8 @@ import asyncio
 from collections import deque
 
 import pytest
+from prometheus_client import CollectorRegistry
+
 from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.stats import StepOutput
 from pilotfish.engine.types import FinishReason, Request
@@ -14,8 +16,6 @@ from pilotfish.server.lifecycle import Lifecycle, State
 from pilotfish.server.queue import AdmissionQueue
 from pilotfish.server.telemetry.metrics import Metrics
 from pilotfish.server.worker.supervisor import Supervisor
-from prometheus_client import CollectorRegistry
-
 from tests.server.fake_engine import FakeEngine, served
 from tests.serving import until
 

@@ -13,7 +13,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("engine", "server", "client", "models", "benchmarks", "loadtest", "deploy", "examples")
+INSTALLED = ("engine", "server", "client", "models")  # as parts of the package pilotfish
+PACKAGES = (*INSTALLED, "benchmarks", "loadtest", "deploy", "examples")
 
 LONGEST_FUNCTION = 60
 LONGEST_FILE = 600
@@ -29,8 +30,10 @@ class Function:
 
 def modules(*packages: str) -> dict[str, Path]:
     """Every module by its dotted name; a package by its own."""
-    files = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+    files = [path.relative_to(ROOT) for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    names = (".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files)
+    roots = ("pilotfish." if path.parts[0] in INSTALLED else "" for path in files)
+    return {root + name: ROOT / path for root, name, path in zip(roots, names, files, strict=True)}
 
 
 OURS = modules(*PACKAGES)
@@ -105,6 +108,18 @@ def test_no_function_is_long():
 def test_no_file_is_long():
     lengths = {name: len(path.read_text("utf-8").splitlines()) for name, path in OURS.items()}
     assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
+
+
+def test_modules_have_one_name():
+    """`engine` can be imported as well where the repository is the working directory: twice the same code."""
+    found = {
+        (str(path.relative_to(ROOT)), name)
+        for path in modules(*PACKAGES, "tests").values()
+        for node in nodes(path, ast.Import, ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+        if name.partition(".")[0] in INSTALLED
+    }
+    assert found == set()
 
 
 def test_no_import_runs_in_a_circle():

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from pilotfish.engine.kernels import reference
-from pilotfish.engine.kernels.paging import Paging
 from torch import Tensor
 
 from benchmarks.cuda.arenas import PAGE, tables_of
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.parts.checking import KernelCheck, largest_difference
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kernels.paging import Paging
 
 ATTENDED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}  # tolerances for rounding
 Batch = tuple[list[int], list[int]]  # rows, and the position of the first, of each sequence

@@ -8,10 +8,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-from pilotfish.engine.kernels import reference
-from pilotfish.engine.kernels.args import Committed, Fp8Rows, SamplerRows, Tracks
-from pilotfish.engine.model.linear.cuda import Fp8Linear, W4Linear
-from pilotfish.engine.sampling.distribution import choose
 from torch import Tensor, nn
 
 from benchmarks.cuda.card import Card
@@ -21,6 +17,10 @@ from benchmarks.cuda.parts.kernels import law_of
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kernels.args import Committed, Fp8Rows, SamplerRows, Tracks
+from pilotfish.engine.model.linear.cuda import Fp8Linear, W4Linear
+from pilotfish.engine.sampling.distribution import choose
 
 ROWS = {torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float32: 2e-5}  # tolerances for rounding
 _FP8 = 2e-2  # relative to the largest number, because the result is rounded to bfloat16

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 
-from pilotfish.engine.startup.calibrate import calibrate
-
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.engines import (
     Measured,
@@ -25,6 +23,7 @@ from benchmarks.cuda.engines import (
 )
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
+from pilotfish.engine.startup.calibrate import calibrate
 
 MOST_DRAFTS, MOST_AUTO = 7, 4
 _STEP = ("ms a step", "longest / median", "tokens each", "tok/s", "of limit", "host ms", "shown ms")

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from pilotfish.engine.kernels import reference
-from pilotfish.engine.model.linear.experts import FusedExperts
-from pilotfish.engine.native.experts import ExpertGate
 from torch import Tensor
 
 from benchmarks.cuda.card import Card, seconds_of_each
@@ -17,6 +14,9 @@ from benchmarks.cuda.parts.attending import Attending, Attention, attention_chec
 from benchmarks.cuda.parts.checking import KernelCheck, largest_difference, relative_to_largest, run_checks, types_on
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.model.linear.experts import FusedExperts
+from pilotfish.engine.native.experts import ExpertGate
 
 _MIXED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # relative to the largest number
 _TIMED = 1, 8, 64, 512  # rows

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from pilotfish.engine.kernels import reference
-from pilotfish.engine.kernels.args import SamplerRows
 
 from benchmarks.cuda.arenas import Arenas
 from benchmarks.cuda.card import Card, seconds_of_each
@@ -15,6 +13,8 @@ from benchmarks.cuda.parts.checking import relative_to_largest
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
+from pilotfish.engine.kernels import reference
+from pilotfish.engine.kernels.args import SamplerRows
 
 DECODED, VERIFIED = 1, 5  # rows of each sequence: a plain step, and a verification of four drafts
 

@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from pilotfish.engine.sampling.noise import Stream, uniform
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.continuous_batching import ContinuousBatchingManager
@@ -28,6 +27,7 @@ from benchmarks.cuda.engines import RandomPair, best_drafts, engine_of, position
 from benchmarks.cuda.parts.decoding import MOST_DRAFTS
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
+from pilotfish.engine.sampling.noise import Stream, uniform
 
 _CERTAIN = 1e4  # a logit larger than any of a random model
 

@@ -6,15 +6,15 @@ import statistics
 from time import perf_counter
 
 import torch
-from pilotfish.engine.engine import Engine
-from pilotfish.engine.params import SamplingParams
-from pilotfish.engine.types import Request
 
 from benchmarks.cuda.card import Card, wait
 from benchmarks.cuda.engines import RandomPair, engine_of, pass_seconds, positions_needed
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.params import SamplingParams
+from pilotfish.engine.types import Request
 
 _TIMES = 3  # after one warm-up run
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pilotfish.engine.engine import Engine
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cuda.card import Card, wait
@@ -13,6 +12,7 @@ from benchmarks.cuda.engines import RandomPair, empty, engine_of, fill, position
 from benchmarks.cuda.parts.decoding import MOST_AUTO
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
+from pilotfish.engine.engine import Engine
 
 _STEPS, _WARM = 4, 4
 _IN_PAGE, _IN_FILE = 8, 40  # number of kernels listed

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from pilotfish.engine.device_loop.loop import RoundLoop
-from pilotfish.engine.engine import Engine
-from pilotfish.engine.model.runner import layout_of_model
-from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from pilotfish.engine.startup.build import assemble
-from pilotfish.engine.types import Request
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from benchmarks.cuda.engines import on_kernels, record
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.harness.bare import options
+from pilotfish.engine.device_loop.loop import RoundLoop
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.model.runner import layout_of_model
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from pilotfish.engine.startup.build import assemble
+from pilotfish.engine.types import Request
 
 NUM_DRAFT = 3
 _LAWS = (

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from pilotfish.engine.kernels import faults
-from pilotfish.engine.kernels.paging import Tuning, key_of, tuning_for
 
 from benchmarks.cuda.arenas import Arenas
 from benchmarks.cuda.card import Card, seconds_of_each
@@ -21,6 +19,8 @@ from benchmarks.cuda.parts.kernels import DECODED, VERIFIED
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import Heads
+from pilotfish.engine.kernels import faults
+from pilotfish.engine.kernels.paging import Tuning, key_of, tuning_for
 
 Shapes = tuple[tuple[int, int, int], ...]
 # (keys at a time, warps, buffers): the shapes that compile without spills, and their neighbours

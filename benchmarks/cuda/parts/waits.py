@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from pilotfish.engine.engine import Engine
-from pilotfish.engine.startup.calibrate import calibrate
 
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.engines import RandomPair, empty, engine_of, fill, warm_up_rounds
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.startup.calibrate import calibrate
 
 _MOST, _SIZE = 4, 4  # drafts, sequences
 _SMALL_PAGE = 4  # tokens: so small that nearly every round enters a new page

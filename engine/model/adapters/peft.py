@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pilotfish.engine.errors import ModelError, shown
-from pilotfish.engine.model.bounded import bounded
 from safetensors import SafetensorError
 from safetensors.torch import load as read_tensors
 from torch import Tensor
+
+from pilotfish.engine.errors import ModelError, shown
+from pilotfish.engine.model.bounded import bounded
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

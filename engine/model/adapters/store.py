@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, cast
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.kv.batch import Feed
 from pilotfish.engine.model.adapters.peft import LoraMatrices, read_adapter
@@ -31,7 +33,6 @@ from pilotfish.engine.model.linear.low_rank import (
     grouped,
 )
 from pilotfish.engine.types import Adapter
-from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.decoder.decoder import DecoderModel

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.kv.arena import LayerKV
 from pilotfish.engine.model.decoder.rotary import QueryGrowth, RotaryTable
 from pilotfish.engine.recurrent.arena import StatePart
-from torch import Tensor, nn
 
 
 class Mixer:

@@ -7,6 +7,9 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.attention.registry import Ragged
 from pilotfish.engine.kv.arena import SCALE_BYTES, is_rounded
@@ -17,8 +20,6 @@ from pilotfish.engine.model.decoder.weights import WeightReader
 from pilotfish.engine.model.linear.activations import ELEMENTWISE
 from pilotfish.engine.native import Rows, rows_for
 from pilotfish.engine.native.rows import WeightAndEps
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class Joined(nn.Module):

@@ -13,6 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.attention.registry import Ragged
 from pilotfish.engine.machine.threads import most_threads
 from pilotfish.engine.model.decoder.architecture import Architecture, AttentionLayer, FeedLayer
@@ -54,7 +56,6 @@ from pilotfish.engine.model.linear.experts import FusedExperts
 from pilotfish.engine.model.linear.grouped import GroupedLinear
 from pilotfish.engine.native import PackedMatrix
 from pilotfish.engine.recurrent.arena import StatePart
-from torch import Tensor, nn
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from pilotfish.engine.kernels import reference
 from pilotfish.engine.model.decoder.feed_forward import GatedFeed, GatedMLP, PlainFeed, PlainMLP
 from pilotfish.engine.model.decoder.weights import WeightReader
@@ -13,8 +16,6 @@ from pilotfish.engine.model.linear.activations import ELEMENTWISE
 from pilotfish.engine.model.linear.experts import FusedExperts, RoutedExperts
 from pilotfish.engine.native import PackedMatrix, multiplies, rows_for
 from pilotfish.engine.native.experts import ExpertGate
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from pilotfish.engine.kernels.args import Fp8Rows
 from pilotfish.engine.model.decoder.architecture import NormForm
 from pilotfish.engine.model.decoder.attention import join
@@ -19,8 +22,6 @@ from pilotfish.engine.model.linear.grouped import GroupedLinear
 from pilotfish.engine.model.linear.low_rank import add_products
 from pilotfish.engine.native import rows_for
 from pilotfish.engine.native.rows import GELU_TANH, SILU, Activation
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)

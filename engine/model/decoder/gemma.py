@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.attention.registry import Ragged
 from pilotfish.engine.model.decoder.architecture import NormForm
 from pilotfish.engine.model.decoder.experts import Experts, MixtureMLP, RowProducts
@@ -17,7 +19,6 @@ from pilotfish.engine.model.decoder.feed_forward import ACTIVATIONS
 from pilotfish.engine.model.decoder.norms import RMSNorm, norm_of
 from pilotfish.engine.model.decoder.weights import WeightReader
 from pilotfish.engine.model.linear.activations import ELEMENTWISE, RowWise
-from torch import Tensor, nn
 
 _NORM = NormForm(1e-6)
 _FEED_NORMS = (

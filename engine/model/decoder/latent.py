@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.attention.registry import Ragged
 from pilotfish.engine.kv.arena import LayerKV
@@ -22,7 +24,6 @@ from pilotfish.engine.model.decoder.rotary import RotaryTable
 from pilotfish.engine.model.decoder.weights import WeightReader
 from pilotfish.engine.model.linear.activations import ELEMENTWISE
 from pilotfish.engine.native import ALIGNED, PackedMatrices, PackedMatrix, multiplies
-from torch import Tensor, nn
 
 _NORM = NormForm(1e-6)  # of all families
 _QUERY, _LATENT = "q_proj", "kv_a_proj_with_mqa"

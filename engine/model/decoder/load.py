@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar, cast, get_args
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.choices import Rounded, Weights
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.machine.mapped import release_freed
@@ -18,12 +20,12 @@ from pilotfish.engine.model.decoder.share import Share, ShareOfWeights, share_of
 from pilotfish.engine.model.decoder.weights import CPU, HEAD, SINGLE, TABLE, WeightReader, converted_by
 from pilotfish.engine.model.published.methods import read_weights
 from pilotfish.engine.model.text_part import names_in_whole
-from torch import Tensor
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from pilotfish.engine.model.published.base import Codes
     from pilotfish.engine.model.published.methods import Quantisation
-    from transformers import PreTrainedConfig
 
 _Weight = TypeVar("_Weight")
 

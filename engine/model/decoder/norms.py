@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from pilotfish.engine.kernels.args import Fp8Rows
 from pilotfish.engine.model.decoder.ops import LayerOps
 from pilotfish.engine.model.linear.activations import ELEMENTWISE
 from pilotfish.engine.native import rows_for
 from pilotfish.engine.native.rows import WeightAndEps
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.decoder.architecture import HeadNorm, NormForm

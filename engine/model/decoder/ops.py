@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.kernels import faults, reference
 from pilotfish.engine.kernels.args import Fp8Rows
 from pilotfish.engine.model.linear.cuda import Multiply, W4Linear
 from pilotfish.engine.model.linear.experts import Mix
-from torch import Tensor
 
 log = logging.getLogger(__name__)
 

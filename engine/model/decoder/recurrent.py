@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from pilotfish.engine.attention.registry import Ragged
 from pilotfish.engine.kv.arena import LayerKV
 from pilotfish.engine.model.decoder.architecture import AttentionLayer, Mixer, NormForm
@@ -22,8 +25,6 @@ from pilotfish.engine.model.linear.activations import ELEMENTWISE
 from pilotfish.engine.recurrent import native as rules
 from pilotfish.engine.recurrent.arena import PassStates, StatePart
 from pilotfish.engine.recurrent.rules import softplus
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 _SHARED_NORMS = ("input_layernorm", "pre_ff_layernorm")
 Rotary = tuple[Tensor, Tensor]  # cos and sin; not used by states

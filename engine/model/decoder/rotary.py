@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pilotfish.engine.errors import ModelError
-from pilotfish.engine.kv.batch import TABLE_MARK
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.kv.batch import TABLE_MARK
 
 _Parameters = Mapping[str, Any]
 _ORIGINAL = "original_max_position_embeddings"

@@ -9,13 +9,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.choices import Rounded, Weights
 from pilotfish.engine.model.decoder.architecture import Architecture, Layer
 from pilotfish.engine.model.decoder.decoder import DecoderLayer, read_ends
 from pilotfish.engine.model.decoder.weights import HEAD, TABLE, WeightReader, converted_by, fused_name, linear
 from pilotfish.engine.model.linear.rounding import bits_of, rounded_bytes
 from pilotfish.engine.native import ALIGNED
-from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.linear.cuda import Fp8Linear, W4Linear

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.machine.mapped import release_mapped
 from pilotfish.engine.model.decoder.architecture import Architecture, AttentionLayer, Layer
@@ -22,7 +24,6 @@ from pilotfish.engine.model.decoder.latent import LatentLayer
 from pilotfish.engine.model.decoder.shapes import shapes_of
 from pilotfish.engine.model.decoder.weights import fused_name
 from pilotfish.engine.native.experts import ExpertGate
-from torch import Tensor
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.decoder.decoder import DecoderModel

@@ -10,6 +10,8 @@ from collections.abc import Sequence as Seq
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.attention import native
 from pilotfish.engine.attention.registry import Ragged
 from pilotfish.engine.errors import ModelError
@@ -20,7 +22,6 @@ from pilotfish.engine.model.decoder.norms import RMSNorm
 from pilotfish.engine.model.linear.grouped import packed_of
 from pilotfish.engine.native import rows_for
 from pilotfish.engine.native.layers import LayerParts, Layers
-from torch import Tensor, nn
 
 FINAL = -1  # the place after the final norm: the input of the output matrix
 Rotary = tuple[Tensor, Tensor]  # cos and sin, [1, T, head_dim]

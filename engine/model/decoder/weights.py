@@ -14,6 +14,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.choices import Rounded, Weights
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.machine.mapped import release_mapped
@@ -23,7 +25,6 @@ from pilotfish.engine.model.linear.rounding import bits_of, round_weight
 from pilotfish.engine.model.published.base import CodedEmbedding, Codes, of_groups
 from pilotfish.engine.native import PackedMatrix, multiplies, rows_for
 from pilotfish.engine.native.weights import GroupedCodes, are_finite
-from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.decoder.architecture import Architecture

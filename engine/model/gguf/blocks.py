@@ -9,10 +9,11 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.gguf.container import BlockKind, StoredTensor
 from pilotfish.engine.native.weights import GroupedCodes, StoredCodes, pack4, splits
-from torch import Tensor
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 2048  # rows that are converted at once

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+
 from pilotfish.engine.errors import ModelError, shown
 from pilotfish.engine.model.gguf.packages import packaged
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError, shown
 from pilotfish.engine.model.decoder.families.described import described_by
 from pilotfish.engine.model.gguf.blocks import float_type
 from pilotfish.engine.model.gguf.container import Container
 from pilotfish.engine.model.gguf.keys import EPSILON, Keys, llama3, longrope, partly, rope_of
 from pilotfish.engine.model.gguf.tokenizer import check_tokens, end_tokens_in
-from torch import Tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError, shown
 from pilotfish.engine.model.gguf.blocks import dequantised, raw_of
 from pilotfish.engine.model.gguf.container import Container, meant
-from torch import Tensor
 
 MOST_LAYERS = 512  # four times those of the deepest published models; each is built before weights are read
 EPSILON = "attention.layer_norm_epsilon"  # of LayerNorms

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pilotfish.engine.errors import ModelError, shown
-from pilotfish.engine.model.gguf.container import Container, Strings
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
+
+from pilotfish.engine.errors import ModelError, shown
+from pilotfish.engine.model.gguf.container import Container, Strings
 
 _Array = np.ndarray[Any, Any]
 _NONE = (None, "none", "no_vocab")

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.kernels import reference
 from pilotfish.engine.kernels.args import GROUP, TILE_OUTPUTS, Fp8Rows
-from torch import Tensor, nn
 
 _STEP = 16  # sizes of matrices are multiples of this
 

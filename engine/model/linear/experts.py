@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.kernels.args import FusedWeights
 from pilotfish.engine.model.linear.grouped import packed_of
 from pilotfish.engine.native import rows_for
 from pilotfish.engine.native.experts import ExpertGate, ExpertMatrices
-from torch import Tensor, nn
 
 
 class RoutedExperts(nn.Module):

@@ -17,10 +17,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.machine.mapped import release_mapped
 from pilotfish.engine.native import GroupedCodes, PackedMatrix, multiplies, rows_for
 from pilotfish.engine.native.weights import StoredCodes
-from torch import Tensor, nn
 
 _CHUNK = 512  # rows of a matrix per block of the conversion to float
 # As in native/rows.h.

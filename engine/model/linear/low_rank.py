@@ -12,9 +12,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
-from pilotfish.engine.native import ALIGNED, PackedMatrix, multiplies
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from pilotfish.engine.native import ALIGNED, PackedMatrix, multiplies
 
 RowIndex = slice | Tensor  # of a pass: a range, or indices
 

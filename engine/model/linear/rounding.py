@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.choices import Rounded
 from pilotfish.engine.native.weights import GroupedCodes, pack4, rounded, rounds
-from torch import Tensor
 
 GROUP = 32  # inputs that share a scale
 _SMALL_GROUP = 16  # if the number of inputs is not a multiple of a group

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.native.weights import GroupedCodes, are_finite, pack4, unpack4
-from torch import Tensor, nn
 
 _SMALLEST_GROUP = 16  # inputs; groups of our kernels are multiples of it
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)

@@ -15,6 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.published.base import (
     Codes,
@@ -30,7 +32,6 @@ from pilotfish.engine.model.published.base import (
 )
 from pilotfish.engine.model.published.floats import FP8, scaled
 from pilotfish.engine.native.weights import GroupedCodes
-from torch import Tensor
 
 _FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _PACKED, _SCALE, _ZERO, _INDEX, _SHAPE = (

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.bounded import find_file
 from pilotfish.engine.model.checkpoint import as_model_error, check_weights, check_whole
-from safetensors import safe_open
-from torch import Tensor
 
 _FILES = "*.safetensors"
 # Types by name in safetensors headers.

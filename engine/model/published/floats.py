@@ -16,11 +16,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.machine.mapped import release_mapped
 from pilotfish.engine.model.published.base import Codes, Weights, expect, fused, taken
 from pilotfish.engine.native.weights import unpack4
-from torch import Tensor
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_FP8 = ("_scale_inv", "_scale")

@@ -12,6 +12,8 @@ from collections.abc import Sequence as Seq
 from functools import cache, partial
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.machine.mapped import release_mapped
 from pilotfish.engine.model.gguf.blocks import codes_of, dequantised, raw_of, size_of_codes
@@ -20,7 +22,6 @@ from pilotfish.engine.model.gguf.families import GATE_UP, GGUFFamily, family_of,
 from pilotfish.engine.model.gguf.keys import TABLES, Keys
 from pilotfish.engine.model.published.base import Codes, Weights, fused
 from pilotfish.engine.native.weights import GroupedCodes
-from torch import Tensor
 
 _STACKED = 3  # dimensions of the matrices of all experts of a layer
 

@@ -18,6 +18,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.machine.mapped import release_mapped
 from pilotfish.engine.model.published.base import (
@@ -32,7 +34,6 @@ from pilotfish.engine.model.published.base import (
     words_of,
 )
 from pilotfish.engine.native.weights import GroupedCodes
-from torch import Tensor
 
 _KINDS = ("qweight", "qzeros", "scales", "g_idx")
 _ACTIVATION = ".act.scales"

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.gguf.container import open_gguf
 from pilotfish.engine.model.gguf.families import HAS_CODES, METHOD
@@ -19,7 +21,6 @@ from pilotfish.engine.model.published.base import Codes, Weights, of_groups, wit
 from pilotfish.engine.model.published.files import read_tensors
 from pilotfish.engine.model.published.gguf import weights_in
 from pilotfish.engine.native.weights import GroupedCodes
-from torch import Tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -14,6 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.attention import Attend
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.attention.registry import Ragged
@@ -30,7 +32,6 @@ from pilotfish.engine.proposers.heads.layers import FeatureHead, check_sizes, la
 from pilotfish.engine.proposers.heads.proposer import HeadProposer
 from pilotfish.engine.proposers.heads.weights import KIND, drafted_ids, flattened, load_checkpoint
 from pilotfish.engine.stats import Forward
-from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.decoder.decoder import DecoderModel

@@ -9,6 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.decoder.architecture import Architecture, NormForm
 from pilotfish.engine.model.decoder.stack import FINAL
@@ -18,7 +20,6 @@ from pilotfish.engine.proposers.heads.eagle3 import is_eagle3, load_eagle3
 from pilotfish.engine.proposers.heads.layers import FeatureHead, check_sizes, layer_config, layer_of, reader_of
 from pilotfish.engine.proposers.heads.proposer import HeadProposer
 from pilotfish.engine.proposers.heads.weights import KIND, flattened, load_checkpoint, matrix_shapes
-from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.decoder.decoder import DecoderModel

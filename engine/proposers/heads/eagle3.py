@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor, nn
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.checkpoint import shape_of
 from pilotfish.engine.model.decoder.architecture import Architecture, NormForm
@@ -36,7 +38,6 @@ from pilotfish.engine.proposers.heads.layers import (
 )
 from pilotfish.engine.proposers.heads.proposer import HeadProposer
 from pilotfish.engine.proposers.heads.weights import KIND, drafted_ids, flattened, matrix_shapes
-from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.decoder.decoder import DecoderModel

@@ -11,6 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.attention.registry import Ragged
 from pilotfish.engine.errors import ModelError, shown
@@ -29,8 +32,6 @@ from pilotfish.engine.native import multiplies, rows_for
 from pilotfish.engine.proposers.base import Proposer
 from pilotfish.engine.proposers.heads.base import Head
 from pilotfish.engine.proposers.heads.weights import check_fits
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.decoder.decoder import DecoderModel

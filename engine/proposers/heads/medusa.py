@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.decoder.shapes import Shapes
 from pilotfish.engine.model.decoder.stack import FINAL, Tap
@@ -24,8 +27,6 @@ from pilotfish.engine.proposers.heads.layers import sizes_of
 from pilotfish.engine.proposers.heads.weights import check_fits, load_checkpoint, matrix_shapes
 from pilotfish.engine.stats import Forward
 from pilotfish.engine.types import Sequence
-from torch import Tensor, nn
-from torch.nn.functional import linear, silu
 
 if TYPE_CHECKING:
     from pilotfish.engine.model.decoder.decoder import DecoderModel

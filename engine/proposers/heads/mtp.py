@@ -25,6 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.checkpoint import as_model_error, read_config, shape_of
 from pilotfish.engine.model.decoder.architecture import Architecture
@@ -40,13 +43,12 @@ from pilotfish.engine.model.text_part import names_in_whole
 from pilotfish.engine.proposers.heads.base import Head
 from pilotfish.engine.proposers.heads.eagle import JoiningHead
 from pilotfish.engine.proposers.heads.proposer import HeadProposer
-from safetensors import safe_open
-from torch import Tensor
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from pilotfish.engine.model.decoder.decoder import DecoderModel
     from pilotfish.engine.model.published.base import Codes, Weights
-    from transformers import PreTrainedConfig
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.attention.registry import Ragged
 from pilotfish.engine.kv.batch import Feed, RaggedBatch
 from pilotfish.engine.proposers.base import Passed
@@ -19,7 +21,6 @@ from pilotfish.engine.proposers.heads.features import Features
 from pilotfish.engine.proposers.heads.layers import FeatureHead
 from pilotfish.engine.stats import Forward
 from pilotfish.engine.types import KVCursor, Sequence
-from torch import Tensor
 
 MOST_UNFED = 512  # features kept of an unused head, once more than twice as many are stored
 

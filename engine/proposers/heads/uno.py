@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
 from pilotfish.engine.errors import ModelError, shown
 from pilotfish.engine.kv.batch import Feed
 from pilotfish.engine.model.adapters.peft import CONFIG, WEIGHTS

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.bounded import bounded
 from pilotfish.engine.model.checkpoint import as_model_error
 from pilotfish.engine.model.decoder.shapes import Shapes
 from pilotfish.engine.model.published.files import folder_of, read_tensors
-from torch import Tensor
 
 PICKLES = ("*.pt", "*.bin", "*.pth", "*.pkl")  # only names are used, for the error; never downloaded
 KIND = "speculators_model_type"

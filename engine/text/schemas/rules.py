@@ -24,6 +24,7 @@ from itertools import combinations
 from typing import TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
+
 from pilotfish.engine.text.matcher import first_line, parser_limits
 from pilotfish.engine.text.schemas.branches import Branches
 from pilotfish.engine.text.schemas.keywords import JSON, TEXT, Branch, Document, Keywords, Schema, values_of

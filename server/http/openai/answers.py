@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import msgspec
+
 from pilotfish.engine.text.codec import Codec, OutputText
 from pilotfish.engine.types import FinishedOutput, FinishReason, Logprob, TokenEvent
 from pilotfish.server.chat import Conversation

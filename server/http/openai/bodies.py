@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import BeforeValidator, Field
+
 from pilotfish.engine.errors import Violation, shown
 from pilotfish.engine.params import Guided
 from pilotfish.engine.types import Request
@@ -35,7 +37,6 @@ from pilotfish.server.http.fields import (
     not_served,
     text_of,
 )
-from pydantic import BeforeValidator, Field
 
 
 class JsonSchema(Body):

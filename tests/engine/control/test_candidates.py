@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from pilotfish.engine.control.adaptive import AdaptiveK
 from pilotfish.engine.control.cost_model import CostModel
 from pilotfish.engine.control.goodput import Traits, drafting_seconds, pick
 from pilotfish.engine.params import SpeculationMode
-
 from tests.clockwork import COSTS
 from tests.covering import some
 from tests.crossroads import Crossroads, Right, Text

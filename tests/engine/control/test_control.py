@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.control.acceptance import Acceptance, Source
 from pilotfish.engine.control.adaptive import AdaptiveK
 from pilotfish.engine.control.constants import EXPLORING
@@ -22,7 +23,6 @@ from pilotfish.engine.control.goodput import Found, Offer, Traits, drafting_seco
 from pilotfish.engine.control.step_time import BatchLoad, StepFeedback
 from pilotfish.engine.params import MAX_NUM_DRAFT, SpeculationMode
 from pilotfish.engine.types import Sequence
-
 from tests.clockwork import BUDGET, COSTS, MOST, READS, Books, Costs, Machine
 from tests.engine.test_scheduler import sequence
 

@@ -11,10 +11,10 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+
 from pilotfish.engine.control import learned
 from pilotfish.engine.control.adaptive import AdaptiveK
 from pilotfish.engine.control.controller import Control
-
 from tests.clockwork import COSTS, READS, Machine
 
 CONFIG = SimpleNamespace(target="none/target", draft=())

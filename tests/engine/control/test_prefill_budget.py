@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 
 import pytest
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.control.constants import AIM, ALONE
 from pilotfish.engine.control.prefill_budget import PrefillBudget
 from pilotfish.engine.control.step_time import StepFeedback
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.stats import StepStats
-
 from tests import fakes, heads, zoo
 
 BOUND = 0.25

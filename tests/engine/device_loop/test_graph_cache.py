@@ -9,6 +9,7 @@ from itertools import count
 
 import pytest
 import torch
+
 from pilotfish.engine.attention import registry
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.device_loop.graph_cache import GraphCache, RoundShape, covering, in_order_of_worth, sizes_for
@@ -21,7 +22,6 @@ from pilotfish.engine.model.runner import ModelRunner
 from pilotfish.engine.startup.calibrate import calibrate
 from pilotfish.engine.startup.memory import GIB, graph_bytes
 from pilotfish.engine.startup.warm import make_ready
-
 from tests.card import Card, here
 from tests.engine.device_loop.test_round import run_and_check
 from tests.engine.startup.test_memory import LLAMA_8B

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from pilotfish.engine.device_loop import graphs, layout, slots
 from pilotfish.engine.device_loop.graph_cache import RoundShape
 from pilotfish.engine.device_loop.graphs import Graphs, MemoryBudget, MemoryUse, RecordedRound
@@ -18,7 +19,6 @@ from pilotfish.engine.device_loop.round import Round
 from pilotfish.engine.device_loop.slots import DeviceSlots, Tables
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.kernels.paging import Paging, send
-
 from tests import fakes
 from tests.card import Card, here
 from tests.loops import engine_of, loop_of, on_the_card, plainly, recorded, request

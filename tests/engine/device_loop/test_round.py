@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from pilotfish.engine.device_loop import slots
 from pilotfish.engine.device_loop.graph_cache import RoundShape, covering
 from pilotfish.engine.device_loop.graphs import RecordedRound
@@ -24,7 +25,6 @@ from pilotfish.engine.params import SamplingParams, SpeculationMode, Verificatio
 from pilotfish.engine.startup.device_loop import ops_on
 from pilotfish.engine.step import Work
 from pilotfish.engine.types import FinishReason, KVCursor, Request
-
 from tests import fakes, zoo
 from tests.card import Card, here
 from tests.interpreting import WHY_NOT

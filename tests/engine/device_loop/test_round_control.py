@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from torch import Tensor
+
 from pilotfish.engine.control.adaptive import AdaptiveK
 from pilotfish.engine.control.controller import levelled
 from pilotfish.engine.control.cost_model import KNOTS
@@ -15,8 +17,6 @@ from pilotfish.engine.device_loop.round import Round
 from pilotfish.engine.kernels.args import Committed
 from pilotfish.engine.params import SpeculationMode
 from pilotfish.engine.types import KVCursor, Sequence
-from torch import Tensor
-
 from tests import fakes
 from tests.card import here
 from tests.loops import on_the_card, recorded

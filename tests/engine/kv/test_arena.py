@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
 from pilotfish.engine.kernels.reference import round_heads
 from pilotfish.engine.kv.arena import KVArena, KVLayout, LayerKV, floats_of, width_of
 from pilotfish.engine.kv.pages import PagePool
 from pilotfish.engine.types import KVCursor
-
 from tests import fakes
 
 

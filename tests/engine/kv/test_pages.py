@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from pilotfish.engine.kv.pages import PagePool
 from pilotfish.engine.stats import CacheChange
 from pilotfish.engine.types import KVCursor

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from pilotfish.engine.kv.pages import PagePool
 from pilotfish.engine.kv.states import StatePool
 from pilotfish.engine.types import EMPTY_STATE, KVCursor, StateSpan

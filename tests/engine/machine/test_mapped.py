@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from pilotfish.engine.kv.arena import KVArena, KVLayout, LayerKV
 from pilotfish.engine.machine.mapped import release_libraries, release_mapped
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from pilotfish.engine.machine import threads
 from pilotfish.engine.machine.threads import cores, exactly, pool_threads, quota, use_threads
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.kv.batch import Feed
 from pilotfish.engine.model.adapters.peft import read_adapter
@@ -17,9 +20,6 @@ from pilotfish.engine.model.adapters.store import Adapters
 from pilotfish.engine.model.decoder.attention import JoinedPart
 from pilotfish.engine.model.linear.cuda import Fp8Linear
 from pilotfish.engine.model.linear.low_rank import LowRankProduct
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-
 from tests import adapters, zoo
 
 TARGETS = ["q_proj", "down_proj"]

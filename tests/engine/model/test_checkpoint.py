@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import BartConfig, BartForCausalLM, BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.checkpoint import read_config
 from pilotfish.engine.model.fallback import load_model
 from pilotfish.engine.model.runner import end_tokens
-from safetensors.torch import load_file, save_file
-from transformers import BartConfig, BartForCausalLM, BertConfig, BertModel, T5Config, T5ForConditionalGeneration
-
 from tests import zoo
 
 

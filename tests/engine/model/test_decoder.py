@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
 from pilotfish.engine.attention import choose
 from pilotfish.engine.kernels import faults, reference
 from pilotfish.engine.kv.arena import KVArena
@@ -27,10 +31,6 @@ from pilotfish.engine.model.unbatched import plain_logits
 from pilotfish.engine.proposers.model import first_layers
 from pilotfish.engine.recurrent.arena import StateArena
 from pilotfish.engine.types import EMPTY_STATE, StateSpan
-from torch import nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
-
 from tests import zoo
 from tests.classes import tiny
 

@@ -6,6 +6,8 @@ import re
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from pilotfish.engine.choices import Weights
 from pilotfish.engine.model.decoder.decoder import DecoderModel
 from pilotfish.engine.model.decoder.families.table import architecture_for
@@ -14,8 +16,6 @@ from pilotfish.engine.model.decoder.shapes import num_bytes
 from pilotfish.engine.model.decoder.weights import TABLE, WeightReader, converted_by
 from pilotfish.engine.model.published.base import CodedEmbedding, of_groups
 from pilotfish.engine.native.weights import GroupedCodes
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from tests import zoo
 
 OF_TABLE = [family for family in zoo.EVERY_FAMILY if architecture_for(zoo.family_config(family)) is not None]

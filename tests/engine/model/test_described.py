@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
+
 from pilotfish.engine.model.checkpoint import read_config
 from pilotfish.engine.model.decoder.families.described import ModelConfig, described_by
 from pilotfish.engine.model.decoder.families.table import architecture_for
 from pilotfish.models import embedded_eagle, embedded_target
-from transformers import AutoConfig
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 14, "num_attention_heads": 4,

@@ -6,6 +6,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
 from pilotfish.engine.choices import Weights
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.machine.threads import exactly
@@ -15,9 +18,6 @@ from pilotfish.engine.model.linear.experts import FusedExperts, RoutedExperts
 from pilotfish.engine.native import multiplies
 from pilotfish.engine.native.experts import ExpertMatrices
 from pilotfish.engine.startup.build import assemble
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-
 from tests import fakes, zoo
 
 NEW_TOKENS = 12

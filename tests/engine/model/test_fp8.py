@@ -8,6 +8,9 @@ import logging
 
 import pytest
 import torch
+from torch import nn
+from transformers import LlamaConfig
+
 from pilotfish.engine import kernels
 from pilotfish.engine.choices import Weights
 from pilotfish.engine.config import EngineConfig
@@ -22,9 +25,6 @@ from pilotfish.engine.model.linear.cuda import Fp8Linear, W4Linear, round_weight
 from pilotfish.engine.startup.build import load
 from pilotfish.engine.startup.precision import weights_of
 from pilotfish.models import embedded_target
-from torch import nn
-from transformers import LlamaConfig
-
 from tests import fakes, zoo
 from tests.loops import engine_of, request
 from tests.zoo import logits

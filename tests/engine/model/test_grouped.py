@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from pilotfish.engine.model.linear import grouped
 from pilotfish.engine.model.linear.grouped import GroupedLinear, SideBySide, round_rows
 from pilotfish.engine.native.weights import GroupedCodes
-
 from tests.drawn import numbers
 from tests.drawn_codes import FORMS, codes
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, PreTrainedModel
+
 from pilotfish.engine import LLM, SamplingParams
 from pilotfish.engine.attention import choose
 from pilotfish.engine.choices import Weights
@@ -24,8 +26,6 @@ from pilotfish.engine.model.decoder.latent import HeadProducts
 from pilotfish.engine.model.fallback import kv_layout
 from pilotfish.engine.model.runner import ModelRunner, layout_of_model
 from pilotfish.engine.startup.check import Facts
-from transformers import AutoConfig, PreTrainedModel
-
 from tests import adapters, zoo
 from tests.families import generate
 

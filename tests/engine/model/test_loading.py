@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.machine import mapped
@@ -19,10 +23,6 @@ from pilotfish.engine.model.fallback import load_model
 from pilotfish.engine.model.quantize import save_quantised
 from pilotfish.engine.startup.build import load, pick_device
 from pilotfish.models import embedded_target
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from tests import zoo
 
 CPU = torch.device("cpu")

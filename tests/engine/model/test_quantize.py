@@ -8,6 +8,9 @@ from typing import cast
 
 import pytest
 import torch
+from safetensors import safe_open
+from torch import nn
+
 from pilotfish.engine.choices import Rounded, Weights
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
@@ -18,9 +21,6 @@ from pilotfish.engine.model.quantize import save_quantised
 from pilotfish.engine.startup.build import load, pick_device
 from pilotfish.models import embedded_target
 from pilotfish.server import cli
-from safetensors import safe_open
-from torch import nn
-
 from tests import zoo
 from tests.engine.model.test_decoder import CASES, _model, _runner, feed
 from tests.zoo import logits

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pilotfish.engine.errors import ModelError
-from pilotfish.engine.model.decoder.rotary import RotaryTable, Rotation
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.decoder.rotary import RotaryTable, Rotation
 
 ORIGINAL = {"original_max_position_embeddings": st.sampled_from([512, 2048, 8192, 32768])}
 FACTOR = {"factor": st.sampled_from([1.0, 2.0, 8.0, 16.5, 32.0])}

@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+
 from pilotfish.engine.machine.threads import exactly
 from pilotfish.engine.model.decoder.decoder import DecoderModel
 from pilotfish.engine.model.decoder.families.table import architecture_for
@@ -15,8 +17,6 @@ from pilotfish.engine.model.linear.activations import RowWise
 from pilotfish.engine.model.linear.grouped import GroupedLinear, round_rows
 from pilotfish.engine.model.linear.rounding import _in_torch, round_weight
 from pilotfish.engine.native.weights import GroupedCodes
-from torch import nn
-
 from tests import zoo
 from tests.drawn import numbers
 

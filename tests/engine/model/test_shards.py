@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
+
 from pilotfish.engine import parallel
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError, RankLost
@@ -15,7 +17,6 @@ from pilotfish.engine.kv.batch import Feed
 from pilotfish.engine.machine.rank import RankInfo
 from pilotfish.engine.parallel import Ranks, ShardedRunner, worker_loop
 from pilotfish.engine.types import StateSpan
-from pydantic import ValidationError
 
 NUMBERS = st.integers(0, 2**31)
 STATES = st.none() | st.builds(StateSpan, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.none() | st.tuples(NUMBERS, NUMBERS))

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.kernels import reference
@@ -25,9 +28,6 @@ from pilotfish.engine.model.decoder.share import Share, ShareOfWeights, share_of
 from pilotfish.engine.model.decoder.weights import WeightReader
 from pilotfish.engine.model.unbatched import plain_logits
 from pilotfish.engine.startup.implementation import Implementation
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-
 from tests import zoo
 from tests.engine.model.test_decoder import CASES, CPU, _model, _off, _runner, feed
 

@@ -8,6 +8,8 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
 from pilotfish.engine.attention import choose
 from pilotfish.engine.choices import KVType
 from pilotfish.engine.kv.arena import KVArena
@@ -17,8 +19,6 @@ from pilotfish.engine.model.decoder.stack import FINAL, Stack, Tap
 from pilotfish.engine.model.runner import ModelRunner, layout_of_model
 from pilotfish.engine.native import library, multiplies
 from pilotfish.engine.proposers.model import first_layers
-from transformers import PreTrainedConfig, PreTrainedModel
-
 from tests import zoo
 
 CPU = torch.device("cpu")

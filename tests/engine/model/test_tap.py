@@ -6,6 +6,9 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
 from pilotfish.engine import attention
 from pilotfish.engine.attention import reference
 from pilotfish.engine.errors import ModelError
@@ -14,9 +17,6 @@ from pilotfish.engine.kv.batch import Feed
 from pilotfish.engine.model.decoder.stack import FINAL, Stack, Tap
 from pilotfish.engine.model.runner import ModelRunner, layout_of_model
 from pilotfish.engine.native import library
-from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
-
 from tests import zoo
 
 TOKENS = [3, 7, 11, 2, 9, 4]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
 from pilotfish.engine.llm import LLM
 from pilotfish.engine.model.checkpoint import read_config
 from pilotfish.engine.model.text_part import names_in_whole, text_part
 from pilotfish.engine.params import SamplingParams
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import WeightRenaming, rename_source_key
-
 from tests import zoo
 from tests.covering import some
 from tests.families import generate

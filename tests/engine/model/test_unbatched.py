@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.kv.arena import KVArena, KVLayout
 from pilotfish.engine.kv.batch import Feed
 from pilotfish.engine.model.unbatched import TOKENS, UnbatchedRunner, cache_layout, plain_logits, use_own_attention
-from torch import Tensor
-from transformers import PreTrainedModel
-
 from tests import zoo
 from tests.classes import tiny
 

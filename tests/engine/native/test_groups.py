@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.model.linear.grouped import PortableGrouped
 from pilotfish.engine.native import PackedMatrix, library
 from pilotfish.engine.native.weights import GroupedCodes
-
 from tests.drawn import int16s, numbers
 from tests.drawn_codes import FORMS, codes
 from tests.engine.native.test_weights import parts_are_the_whole

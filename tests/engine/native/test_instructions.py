@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
 from pilotfish.engine.attention import reference
 from pilotfish.engine.model.linear.grouped import PortableGrouped
 from pilotfish.engine.native import PackedMatrix, build, compiled, library, matmul
-from torch import Tensor
-
 from tests.drawn import int16s, numbers
 from tests.drawn_codes import codes
 from tests.engine.native.test_native import LATENT, Problem

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotfish.engine.native import PackedMatrix, build, compiled, instructions, library, matmul
 
+from pilotfish.engine.native import PackedMatrix, build, compiled, instructions, library, matmul
 from tests import conftest
 from tests.drawn import numbers
 from tests.engine.native.test_native import Problem
@@ -362,7 +362,9 @@ def test_a_wheel_is_of_its_platform_and_runs_where_there_is_no_compiler(tmp_path
     pip = [sys.executable, "-m", "pip"]
     subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, ROOT], check=True)
     [wheel] = tmp_path.glob("pilotfish-*-py3-none-*linux*.whl")
-    names = [Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("engine/native/")]
+    inside = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0] for name in inside} == {"pilotfish", wheel.name.partition("-py3")[0] + ".dist-info"}
+    names = [Path(name).name for name in inside if name.startswith("pilotfish/engine/native/")]
     assert {built.file for built in LIBRARIES.values()} | {build.MANIFEST} <= set(names)
     assert not [name for name in names if name.endswith((".c", ".h"))]
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel], check=True)

@@ -9,6 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
 from pilotfish.engine.attention import native, reference, sdpa
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.kernels.reference import round_heads
@@ -17,8 +20,6 @@ from pilotfish.engine.kv.batch import Feed, RaggedBatch
 from pilotfish.engine.machine.threads import exactly
 from pilotfish.engine.native import Rows, library
 from pilotfish.engine.native.rows import GELU_TANH, SILU
-from torch import Tensor
-from torch.nn import functional as F
 
 needs_kernel = pytest.mark.skipif(library() is None, reason="no C kernels here")
 CPU = torch.device("cpu")

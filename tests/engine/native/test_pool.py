@@ -16,10 +16,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotfish.engine.machine.threads import exactly
-from pilotfish.engine.native import PackedMatrix, compiled, library, threads_in_use
 from torch import Tensor
 
+from pilotfish.engine.machine.threads import exactly
+from pilotfish.engine.native import PackedMatrix, compiled, library, threads_in_use
 from tests.drawn import numbers
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")

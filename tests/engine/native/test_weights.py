@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from pilotfish.engine.machine.threads import exactly
 from pilotfish.engine.native import PackedMatrix, library, multiplies
 from pilotfish.engine.native.weights import panels_of
-from torch import Tensor
-
 from tests.drawn import numbers
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")

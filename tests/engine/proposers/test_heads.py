@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.errors import ModelError
@@ -19,9 +22,6 @@ from pilotfish.engine.proposers.heads import proposer
 from pilotfish.engine.proposers.model import first_layers
 from pilotfish.engine.startup.calibrate import drafters_of
 from pilotfish.engine.startup.warm import make_ready
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-
 from tests import fakes, heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints, test_dflash
 from tests.scripted import drafts_from

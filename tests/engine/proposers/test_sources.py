@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from pydantic import ValidationError
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.proposers import sources
 from pilotfish.engine.proposers.sources import DraftSource, draft_sources, recognise
 from pilotfish.models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
-from pydantic import ValidationError
-
 from tests import adapters, gguf_files, heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints as dflash
 from tests.engine.proposers.heads.test_eagle3 import speculators

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.proposers import NGramProposer, SuffixProposer
 from pilotfish.engine.proposers.suffix import Guess, PastOutputs, Rules, SuffixIndex, best_guess
 from pilotfish.engine.types import Sequence
-
 from tests import fakes
 from tests.scripted import drafts_from
 

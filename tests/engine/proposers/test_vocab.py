@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.kv.batch import Feed
@@ -15,8 +17,6 @@ from pilotfish.engine.proposers.sources import DraftSource
 from pilotfish.engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
 from pilotfish.engine.startup import drafters
 from pilotfish.engine.startup.drafters import match_vocabularies
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from tests import fakes, zoo
 
 TEXT = ["the cat sat on the mat, the hat that the cat had", "naïve café and the façade", "def add(a, b):\n    return a"]

@@ -6,6 +6,9 @@ from collections.abc import Sequence as Seq
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
 from pilotfish.engine.attention import choose, reference
 from pilotfish.engine.attention.registry import Attend, Ragged
 from pilotfish.engine.kv.arena import KVArena
@@ -15,9 +18,6 @@ from pilotfish.engine.model.runner import layout_of_model
 from pilotfish.engine.native import library
 from pilotfish.engine.recurrent.arena import StateArena, bytes_per_slot, parts_of
 from pilotfish.engine.types import KVCursor
-from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
-
 from tests.classes import KINDS, tiny
 from tests.zoo import VOCAB, as_served, family_config, with_large_weights
 from tests.zoo import reference as plain

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from pilotfish.engine.kv.batch import Feed, RaggedBatch
-from pilotfish.engine.recurrent import rules
-from pilotfish.engine.recurrent.arena import PartSlots, ScanPlan, StatePart
-from pilotfish.engine.recurrent.rules import silu, softplus
-from pilotfish.engine.types import EMPTY_STATE, StateSpan
 from torch import Tensor
 from torch.nn import functional
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
+
+from pilotfish.engine.kv.batch import Feed, RaggedBatch
+from pilotfish.engine.recurrent import rules
+from pilotfish.engine.recurrent.arena import PartSlots, ScanPlan, StatePart
+from pilotfish.engine.recurrent.rules import silu, softplus
+from pilotfish.engine.types import EMPTY_STATE, StateSpan
 
 ROWS, HEADS, GROUPS, KEYS, VALUES = 21, 4, 2, 6, 5
 

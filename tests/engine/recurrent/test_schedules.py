@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from pilotfish.engine.kv.batch import Feed, RaggedBatch
 from pilotfish.engine.kv.states import StatePool
 from pilotfish.engine.machine.threads import exactly
@@ -19,7 +21,6 @@ from pilotfish.engine.native.recurrent import scans
 from pilotfish.engine.recurrent import native, rules
 from pilotfish.engine.recurrent.arena import PartSlots, ScanPlan, StatePart
 from pilotfish.engine.types import EMPTY_STATE, KVCursor, StateSpan
-from torch import Tensor
 
 PAGE, LOG, LENGTH, TOKENS, DEVICE = 4, 4, 14, 7, torch.device("cpu")
 HEADS, GROUPS = 4, 2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.request.prediction import Prediction, TextAlignment, num_predicted
 from pilotfish.engine.types import FinishReason
-
 from tests import fakes
 
 PROMPT = [9, 9, 9]

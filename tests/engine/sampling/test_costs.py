@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.request.intake import Intake, Limits
 from pilotfish.engine.sampling import logprobs, processors
@@ -13,7 +14,6 @@ from pilotfish.engine.sampling.logprobs import record_prompt, token_logprobs
 from pilotfish.engine.sampling.noise import LogitsRow, Stream
 from pilotfish.engine.sampling.processors import NEVER, process
 from pilotfish.engine.types import Request, Sequence
-
 from tests import fakes
 
 VOCAB = 12

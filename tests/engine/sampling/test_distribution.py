@@ -7,11 +7,11 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.params import SamplingParams
 from pilotfish.engine.sampling import distribution, noise
 from pilotfish.engine.sampling.distribution import samplers_of
 from pilotfish.engine.sampling.noise import LogitsRow, Stream
-
 from tests import fakes
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from pilotfish.engine.sampling import noise
 from pilotfish.engine.sampling.noise import Stream
-from torch import Tensor
 
 ONES = 0xFFFFFFFF
 KNOWN = [  # Random123's known answers for philox4x32-10

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError, Unsupported
 from pilotfish.engine.model.runner import layout_of_model
@@ -12,8 +14,6 @@ from pilotfish.engine.startup import build
 from pilotfish.engine.startup.batch_invariance import TILE, Tiled, ensure_batch_invariance, is_independent
 from pilotfish.engine.startup.build import assemble
 from pilotfish.engine.types import Request
-from torch import nn
-
 from tests import zoo
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+
 from pilotfish.engine.control.adaptive import AdaptiveK
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.startup import warm
 from pilotfish.engine.startup.calibrate import SHAPES, Calibration, calibrate
-
 from tests import fakes
 from tests.clockwork import READS
 from tests.engine.test_engine import LAW, VOCAB

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.model.linear.grouped import kernel_name
 from pilotfish.engine.model.quantize import save_quantised
@@ -17,8 +19,6 @@ from pilotfish.engine.native import instructions, multiplies
 from pilotfish.engine.native.compiled import Loaded
 from pilotfish.engine.startup.check import CheckReport, check
 from pilotfish.models import embedded_draft, embedded_target
-from transformers import LlamaConfig
-
 from tests import zoo
 from tests.respell import shuffled
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.kernels import has_triton
@@ -11,7 +12,6 @@ from pilotfish.engine.model.decoder.architecture import architecture_of
 from pilotfish.engine.startup.build import load
 from pilotfish.engine.startup.implementation import Implementation
 from pilotfish.models import embedded_target
-
 from tests import zoo
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_so_does_it_on_a_gpu() -> None:
 
 
 def test_what_is_loaded_is_what_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "engine")
+    caplog.set_level("INFO", "pilotfish.engine")
     config = EngineConfig(target=str(embedded_target()))
     assert architecture_of(load(config, config.target, None, "native", CPU)) is not None
     assert f"runs in {chosen()}" in caplog.text

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.startup.memory import GIB, ON_A_CPU, DeviceMemory, graph_budget, kv_gib, pass_bytes
-from transformers import LlamaConfig
 
 LLAMA_8B = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

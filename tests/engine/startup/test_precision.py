@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, LlamaConfig, MixtralConfig, PreTrainedConfig
+
 from pilotfish.engine import LLM, SamplingParams
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
@@ -20,9 +23,6 @@ from pilotfish.engine.native import multiplies
 from pilotfish.engine.startup.build import load
 from pilotfish.engine.startup.precision import HeldPrecision, held_as
 from pilotfish.models import embedded_draft, embedded_target
-from safetensors.torch import save_file
-from transformers import AutoConfig, LlamaConfig, MixtralConfig, PreTrainedConfig
-
 from tests import fakes, loops, zoo
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+
 from pilotfish.engine.device_loop.graph_cache import GraphCache, RoundShape, covering, in_order_of_worth
 from pilotfish.engine.device_loop.results import no_progress
 from pilotfish.engine.device_loop.round import Round
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.startup import warm
-
 from tests import fakes
 from tests.engine.device_loop.test_graph_cache import Recorder
 from tests.loops import AnyK, plainly, request, steered

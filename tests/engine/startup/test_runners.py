@@ -6,12 +6,12 @@ import logging
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.startup.build import build_engine
-from transformers import PreTrainedModel
-
 from tests import fakes, heads, zoo
 from tests.class_table import ALONE, RAGGED, WHOLE, way_of
 from tests.classes import tiny

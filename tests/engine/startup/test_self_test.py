@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
 from pilotfish.engine.attention import reference
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.config import EngineConfig
@@ -16,9 +19,6 @@ from pilotfish.engine.kv.batch import RaggedBatch
 from pilotfish.engine.model.fallback import kv_layout, load_model
 from pilotfish.engine.startup.build import assemble
 from pilotfish.engine.startup.runners import check_ragged_contract
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
-
 from tests import zoo
 from tests.class_table import RAGGED, way_of
 from tests.covering import some

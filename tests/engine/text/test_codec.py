@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.text.codec import Codec, OutputText
 from pilotfish.engine.text.stops import StopStrings
 from pilotfish.models import embedded_target
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-
 from tests.pauses import while_counting
 
 END = "<|end|>"

@@ -11,21 +11,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
-import pilotfish.engine.text.guided
-import pilotfish.engine.text.matcher
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
+from tokenizers import Tokenizer, decoders, models
+
+import pilotfish.engine.text.guided
+import pilotfish.engine.text.matcher
 from pilotfish.engine.errors import GrammarFault, InvalidRequest, ModelError, Unsupported
 from pilotfish.engine.params import Guided, ThinkingBudget
 from pilotfish.engine.text.codec import Codec
 from pilotfish.engine.text.guided import GrammarCompiler
 from pilotfish.engine.text.matcher import MAX_LEXER_STATES
 from pilotfish.engine.text.schemas.numbers import MAX_WHITESPACE
-from tokenizers import Tokenizer, decoders, models
-
 from tests.engine.text.test_spelling import CODECS
 from tests.schemas import random_schema
 
@@ -258,7 +258,7 @@ def test_tokens_are_prepared_once_and_not_before_a_structure_needs_them(monkeypa
             raise ValueError("no room")
         return LLTokenizer(*args, **options)
 
-    monkeypatch.setattr(engine.text.matcher, "LLTokenizer", make)
+    monkeypatch.setattr(pilotfish.engine.text.matcher, "LLTokenizer", make)
     failing, sound = (GrammarCompiler(CODEC, VOCAB, [END]) for _ in range(2))
     sound.compile(Guided(thinking=ThinkingBudget(max_tokens=2, end="</think>")))
     assert made == []
@@ -432,9 +432,7 @@ def test_a_lexer_at_its_limit_is_no_fault_of_the_others(monkeypatch):
     assert bystander.advance(text) == len(text)
     grammar = compiler.compile(guided)
     expected = fill(grammar.start()), fill(bystander)
-    monkeypatch.setattr(
-        "pilotfish.engine.text.matcher.MAX_LEXER_STATES", MAX_LEXER_STATES
-    )  # what goes on alone has room
+    monkeypatch.setattr("pilotfish.engine.text.matcher.MAX_LEXER_STATES", MAX_LEXER_STATES)  # alone it has room
     for seed in range(40):  # random walks until the lexer that all states share has met its limit
         state, rng = grammar.start(), random.Random(seed)
         while not grammar.worn and (allowed := [t for t in fill(state) if t not in (END, SECOND_END)]):
@@ -453,7 +451,7 @@ def test_a_lexer_at_its_limit_is_no_fault_of_the_others(monkeypatch):
 @pytest.fixture
 def counted(monkeypatch):
     """What was compiled, in order; `gate` holds the compiling of regexes that contain `wait`."""
-    compiled, real = [], engine.text.guided._compile
+    compiled, real = [], pilotfish.engine.text.guided._compile
     gate = threading.Event()
 
     def compile_and_count(vocabulary, guided):
@@ -462,7 +460,7 @@ def counted(monkeypatch):
             assert gate.wait(GENEROUS)
         return real(vocabulary, guided)
 
-    monkeypatch.setattr(engine.text.guided, "_compile", compile_and_count)
+    monkeypatch.setattr(pilotfish.engine.text.guided, "_compile", compile_and_count)
     yield compiled, gate
     gate.set()
 

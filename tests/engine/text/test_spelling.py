@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pilotfish.engine.text.codec import Codec
-from pilotfish.engine.text.spelling import Spelling
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from pilotfish.engine.text.codec import Codec
+from pilotfish.engine.text.spelling import Spelling
 from tests.engine.text.test_codec import CODEC, END, byte_fallback
 
 SPACE, WORDS = "▁", ["▁", "▁a", "a", "b", "▁b▁", "€", "▁▁"]

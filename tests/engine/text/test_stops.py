@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.text.codec import OutputText
 from pilotfish.engine.text.stops import Asides, StopStrings
-
 from tests.engine.text.test_codec import CODEC, in_chunks
 
 BEGIN, END, CALL, OVER = "<t>", "</t>", "<c>", "</c>"

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pilotfish.engine.params import Guided, ThinkingBudget
 
+from pilotfish.engine.params import Guided, ThinkingBudget
 from tests.engine.text.test_guided import CODEC, COMPILER, END, SECOND_END, VOCAB, fill
 
 JSON = '{"type": "integer"}'

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import islice
 
 import torch
+from torch import Tensor
+
 from pilotfish.engine.training.eagle3 import Eagle3Shape, TrainedEagle3, config_of
 from pilotfish.engine.training.store import WrittenText
 from pilotfish.engine.training.trainer import measure_acceptance
-from torch import Tensor
-
 from tests.engine.proposers.heads.test_eagle3 import Paper
 
 HIDDEN, VOCAB = 16, 23

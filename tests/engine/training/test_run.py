@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from pilotfish.engine import LLM
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
@@ -19,8 +21,6 @@ from pilotfish.engine.training import trainer
 from pilotfish.engine.training.run import TrainingJob, train_draft
 from pilotfish.engine.training.store import RunFolder, Schedule, TextPlan, WrittenText
 from pilotfish.engine.training.text import Writer, places_of
-from safetensors.torch import load_file
-
 from tests import zoo
 
 TEXT = TextPlan(texts=6, tokens=12, prompt_tokens=16, held_out=2, held_out_tokens=12, together=3)

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
 from pilotfish.engine import LLM, InvalidRequest, SamplingParams
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.llm import CompletionOutput
@@ -19,9 +22,6 @@ from pilotfish.engine.model.fallback import kv_layout
 from pilotfish.engine.params import SpeculationMode, SpeculationParams
 from pilotfish.engine.startup.build import assemble
 from pilotfish.engine.types import Request
-from torch import nn
-from transformers import LlamaConfig, PreTrainedModel
-
 from tests import adapters, fakes, heads, zoo
 from tests.adapters import ADAPTERS
 from tests.covering import some

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.llm import LLM, CompletionOutput
 from pilotfish.engine.params import Guided, SamplingParams, ThinkingBudget
 from pilotfish.engine.startup.build import build_engine
 from pilotfish.engine.types import KVCursor
-
 from tests import adapters, zoo
 from tests.covering import some
 from tests.exactness.test_options import BOLD, COMBINATIONS

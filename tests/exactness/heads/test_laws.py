@@ -13,13 +13,13 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
+from transformers import LlamaConfig, PreTrainedModel
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
 from pilotfish.engine.proposers.model import first_layers
 from pilotfish.engine.types import Request
-from transformers import LlamaConfig, PreTrainedModel
-
 from tests import adapters, fakes, heads, laws, zoo
 from tests.covering import some
 from tests.engine.proposers.heads import dflash_checkpoints as made

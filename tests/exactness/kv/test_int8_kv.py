@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.errors import ModelError
@@ -14,7 +15,6 @@ from pilotfish.engine.model.runner import layout_of_model
 from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from pilotfish.engine.startup.build import assemble
 from pilotfish.engine.types import Request, Sequence
-
 from tests import fakes, zoo
 from tests.card import here
 from tests.covering import some

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from pilotfish.server import cli
 from pilotfish.server.commands.bench import BenchRow, as_text
 

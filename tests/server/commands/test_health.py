@@ -6,9 +6,9 @@ import asyncio
 import socket
 
 import pytest
+
 from pilotfish.server import cli
 from pilotfish.server.lifecycle import State
-
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.test_generate import collect, request
 from tests.server.test_life import LONG

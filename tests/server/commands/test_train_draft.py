@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from pilotfish.engine.text.codec import Codec
 from pilotfish.engine.training.run import TrainingJob
 from pilotfish.models import embedded_target
 from pilotfish.server import cli
 from pilotfish.server.commands import train_draft
-from safetensors.torch import load_file
-
 from tests import zoo
 
 SMALL = ["--texts", "4", "--tokens", "100", "--steps", "3", "--batch-tokens", "320", "--threads", "1"]

@@ -9,6 +9,7 @@ from itertools import product
 from random import Random
 
 import pytest
+
 from pilotfish.client.convert import completion, model_info
 from pilotfish.engine.errors import Unsupported
 from pilotfish.engine.model.runner import ModelRunner
@@ -29,7 +30,6 @@ from pilotfish.server.commands.verify import (
     settings,
 )
 from pilotfish.server.grpc import messages
-
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from tests.server.fake_engine import FakeEngine

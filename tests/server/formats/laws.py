@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
-from pilotfish.server.formats.base import ChatFormat, Tool
 
+from pilotfish.server.formats.base import ChatFormat, Tool
 from tests.schemas import Schema, random_schema
 from tests.server.formats.walks import TEXT, VALUES, Call, Masks, Reading, tool
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from pilotfish.engine.text.stops import StopSearch, StopStrings
 from pilotfish.server.formats.base import ReasoningMarks, Tool
 from pilotfish.server.formats.detect import FORMATS

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import pytest_asyncio
+
 from pilotfish.client import InvalidRequestError, UnsupportedError
 from pilotfish.engine.text.codec import Codec
 from pilotfish.models import embedded_target
@@ -14,7 +15,6 @@ from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.formats.base import ReasoningMarks
 from pilotfish.server.formats.json_calls import HermesFormat, LlamaFormat
 from pilotfish.server.formats.tagged import QwenCoderFormat
-
 from tests.server.fake_engine import FakeEngine
 from tests.serving import grpc_client, serving, serving_embedded
 

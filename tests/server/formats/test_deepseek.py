@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from pilotfish.server.formats.base import ReasoningMarks, Tool
 from pilotfish.server.formats.deepseek import DeepSeekFormat
-
 from tests.server.formats.laws import FREE, Calls, Family, Spelling, called, dumped, some_calls
 from tests.server.formats.walks import Call, Masks, Reading, markers_of, plain_masks, read
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from pilotfish.server.formats.base import ReasoningMarks
 from pilotfish.server.formats.deepseek import DeepSeekFormat
 from pilotfish.server.formats.detect import FORMATS, detect

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+
 from pilotfish.server.formats.base import ReasoningMarks, Tool
 from pilotfish.server.formats.gemma import GemmaFormat
-
 from tests.server.formats.laws import FREE, Family, Render, Spelling, called, hostile_texts, some_calls
 from tests.server.formats.walks import Masks, markers_of, read
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pilotfish.server.formats.harmony import HarmonyFormat
 
+from pilotfish.server.formats.harmony import HarmonyFormat
 from tests.server.formats.laws import FREE, Calls, Family, Spelling, called, dumped, some_calls
 from tests.server.formats.walks import Masks, Reading, markers_of, read
 

@@ -6,7 +6,6 @@ import json
 
 from pilotfish.server.formats.base import ReasoningMarks, Tool
 from pilotfish.server.formats.json_calls import HermesFormat
-
 from tests.server.formats.laws import Calls, Family, Spelling, called, some_calls
 from tests.server.formats.walks import Masks, plain_masks, read
 

@@ -8,8 +8,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotfish.server.formats.json_text import JsonText, object_in
 
+from pilotfish.server.formats.json_text import JsonText, object_in
 from tests.server.formats.walks import VALUES, cuts
 
 

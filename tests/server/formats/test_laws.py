@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 from hypothesis import given, settings
-from pilotfish.server.formats.base import Tool
 
+from pilotfish.server.formats.base import Tool
 from tests.server.formats.laws import FREE, WALKED, Calls, Family, Spelling, check_linear, hostile_texts
 from tests.server.formats.test_deepseek import DEEPSEEK
 from tests.server.formats.test_gemma import GEMMA

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from pilotfish.engine.text.guided import json_rule
 from pilotfish.server.formats.base import ReasoningMarks, Tool
 from pilotfish.server.formats.json_calls import LlamaFormat
-
 from tests.schemas import Schema
 from tests.server.formats.laws import FREE, SCHEMAS, Calls, Family, Spelling, called, dumped, some_calls
 from tests.server.formats.walks import Masks, plain_masks

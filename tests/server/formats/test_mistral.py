@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pilotfish.server.formats.base import ReasoningMarks
 from pilotfish.server.formats.json_calls import MistralFormat
-
 from tests.server.formats.laws import Calls, Family, Spelling, called, dumped, some_calls
 from tests.server.formats.walks import Masks, markers_of, plain_masks
 

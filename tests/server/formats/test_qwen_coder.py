@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+
 from pilotfish.server.formats.base import ReasoningMarks, Tool
 from pilotfish.server.formats.tagged import QwenCoderFormat
-
 from tests.server.formats.laws import TYPED, Calls, Family, Spelling, called, typed_calls
 from tests.server.formats.walks import TEXT, VALUES, Call, Masks, Reading, plain_masks, tool
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.errors import InvalidRequest
 from pilotfish.server.formats.base import ReasoningMarks
 from pilotfish.server.formats.reasoning import PlainFormat
-
 from tests.server.formats.laws import check_linear
 from tests.server.formats.walks import Reading, read, tool
 

@@ -6,8 +6,8 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotfish.server.formats.base import Scanner, Trimmed
 
+from pilotfish.server.formats.base import Scanner, Trimmed
 from tests.server.formats.walks import cuts
 
 MARKERS = ("<a>", "<ab>", "<a>b", "x")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from pilotfish.engine.params import Guided
 from pilotfish.server.formats.base import Content, Reasoning, ReasoningMarks, Tool
 from pilotfish.server.formats.deepseek import DeepSeekFormat
@@ -13,7 +14,6 @@ from pilotfish.server.formats.harmony import HarmonyFormat
 from pilotfish.server.formats.json_calls import MistralFormat
 from pilotfish.server.formats.reasoning import PlainFormat
 from pilotfish.server.formats.structure import Answer, structure_of
-
 from tests.server.formats.walks import Masks, markers_of
 
 MASKS = Masks({"<think>": False, "</think>": False})

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
-from pilotfish.server.formats.base import CallArguments, CallStart, ChatFormat, Content, Piece, Reasoning, Tool
 from tokenizers import AddedToken, Tokenizer
+
+from pilotfish.server.formats.base import CallArguments, CallStart, ChatFormat, Content, Piece, Reasoning, Tool
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "models" / "target" / "tokenizer.json"
 END = 0

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.formats.base import ReasoningMarks
 from pilotfish.server.formats.json_calls import HermesFormat
-
 from tests.engine.text.test_codec import CODEC, END
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.http import interfaces

@@ -15,13 +15,13 @@ from typing import Any
 
 import openai
 import pytest
+
 from pilotfish.engine.types import DraftStats, FinishedOutput, FinishReason
 from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.http.bodies import ParsedBody
 from pilotfish.server.http.calls import encoded
 from pilotfish.server.model import PLAIN
 from pilotfish.server.streams.stream import OutputStream
-
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_grammar import FakeCompiler
 from tests.serving import http_client, serving

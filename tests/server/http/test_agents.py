@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from pilotfish.server.formats.reasoning import PlainFormat
 from pilotfish.server.http.pieces import CallReader
-
 from tests.covering import some
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_grammar import FakeCompiler

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+
 from pilotfish.server.http.calls import merged
 
 

@@ -8,8 +8,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from pilotfish.engine.types import Logprob
 
+from pilotfish.engine.types import Logprob
 from tests.engine.text.test_codec import CODEC, END
 from tests.server import fake_engine
 from tests.server.fake_engine import SHIFT, TEXT, FakeEngine, logprob_of, served

@@ -9,6 +9,8 @@ import tracemalloc
 from itertools import count
 
 import pytest
+
+from loadtest.experiments.hostile import CALLS, SIZE
 from pilotfish.engine.errors import InvalidRequest
 from pilotfish.server.chat import MAX_MESSAGES, MAX_TOOLS
 from pilotfish.server.http import bodies, routes
@@ -25,8 +27,6 @@ from pilotfish.server.http.fields import (
     MAX_TEXTS,
 )
 from pilotfish.server.http.openai.bodies import ChatBody, CompletionBody
-
-from loadtest.experiments.hostile import CALLS, SIZE
 from tests.pauses import pauses
 from tests.server.http.interfaces import on_the_shared_server, talking
 from tests.serving import http_client, serving

@@ -7,8 +7,8 @@ import contextlib
 import time
 
 import pytest
-from pilotfish.server.http.gateway import ANSWER_SECONDS, MAX_CHUNKS, MIN_CHUNK
 
+from pilotfish.server.http.gateway import ANSWER_SECONDS, MAX_CHUNKS, MIN_CHUNK
 from tests.pauses import pauses
 from tests.server.http.interfaces import on_the_shared_server
 from tests.server.test_security import ALICE

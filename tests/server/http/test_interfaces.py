@@ -6,8 +6,8 @@ import asyncio
 
 import httpx
 import pytest
-from pilotfish.server.lifecycle import State
 
+from pilotfish.server.lifecycle import State
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.interfaces import INTERFACES, events_in, on_the_shared_server, talking, text_of

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
+
 from pilotfish.engine.types import Logprob, TokenEvent, TopLogprob
 from pilotfish.server.http.calls import MAX_AT_ONCE, PIECE, _write_pieces, encoded, list_of
 from pilotfish.server.http.openai.answers import ChatAnswers, TextAnswers
 from pilotfish.server.http.openai.bodies import ChatBody, CompletionBody
-
 from pilotfish.v1 import generation_pb2 as pb
 from tests.engine.text.test_codec import CODEC
 from tests.server import fake_engine

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import httpx
-from pilotfish.server.formats.reasoning import PlainFormat
 
+from pilotfish.server.formats.reasoning import PlainFormat
 from tests.server.http.agents import ASKED, DIALECTS, REASONING, SAID, USER, prompt_of, talking, without_ids
 from tests.server.http.interfaces import on_the_shared_server
 from tests.server.test_security import ALICE

@@ -6,13 +6,13 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+
 from pilotfish.engine.types import TokenEvent
 from pilotfish.server.chat import Conversation
 from pilotfish.server.formats.base import CallArguments, CallStart, Content, Reasoning, ReasoningMarks, Tool
 from pilotfish.server.formats.json_calls import HermesFormat
 from pilotfish.server.formats.reasoning import PlainFormat
 from pilotfish.server.http.pieces import CallReader, _merged, call_id
-
 from tests.server.http.interfaces import ended
 
 ASKED = Conversation(messages=(), tools=(Tool("f"), Tool("g")))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from pilotfish.server.http.gateway import PAGE, PAGE_FILES
 
+from pilotfish.server.http.gateway import PAGE, PAGE_FILES
 from tests.serving import http_client, serving
 
 

@@ -7,8 +7,8 @@ import re
 
 import openai
 import pytest
-from pilotfish.server.formats.reasoning import PlainFormat
 
+from pilotfish.server.formats.reasoning import PlainFormat
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.http.agents import (
     ASKED,

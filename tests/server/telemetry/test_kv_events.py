@@ -13,9 +13,9 @@ import zmq
 import zmq.asyncio
 from hypothesis import settings
 from hypothesis.stateful import invariant
+
 from pilotfish.engine.stats import CacheChange
 from pilotfish.server.telemetry.kv_events import CachedBlocks, ZmqKvEvents
-
 from tests.engine.kv.test_pages import PAGE, Arena
 from tests.engine.text.test_codec import VOCAB_SIZE
 from tests.fakes import fake_engine

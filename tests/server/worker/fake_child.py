@@ -12,7 +12,6 @@ from pilotfish.engine.errors import ModelError
 from pilotfish.engine.stats import CacheChange
 from pilotfish.engine.text import guided
 from pilotfish.server.worker import engine_process
-
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 from tests.server.fake_engine import EOS, FakeEngine
 from tests.server.fake_grammar import FakeCompiler

@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
+
 from pilotfish.engine.params import Guided
 from pilotfish.engine.text import guided as guided_text
 from pilotfish.server.errors import Unavailable
@@ -21,7 +22,6 @@ from pilotfish.server.lifecycle import State
 from pilotfish.server.model import ServedModel
 from pilotfish.server.worker import remote
 from pilotfish.server.worker.fork_server import ForkServer
-
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from tests.server.fake_engine import FakeEngine, served

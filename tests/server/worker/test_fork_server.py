@@ -11,11 +11,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+
 from pilotfish.server.errors import EngineCrashed
 from pilotfish.server.lifecycle import State
 from pilotfish.server.worker import fork_server
 from pilotfish.server.worker.fork_server import Forked, ForkServer, ForkServerGone
-
 from tests.server.test_generate import collect, request
 from tests.server.test_life import LONG, code_of, read_to_end
 from tests.server.worker import fake_child

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.server.errors import EngineCrashed
 from pilotfish.server.worker.worker import Standby
-
 from tests.serving import until
 
 

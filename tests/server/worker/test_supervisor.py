@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from prometheus_client import CollectorRegistry
+
 from pilotfish.server.errors import EngineCrashed
 from pilotfish.server.lifecycle import Lifecycle, State
 from pilotfish.server.telemetry.metrics import Metrics
 from pilotfish.server.worker import supervisor as supervisor_module
 from pilotfish.server.worker.supervisor import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Supervisor
-from prometheus_client import CollectorRegistry
-
 from tests.server.test_security import Clock
 from tests.serving import until
 

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pilotfish.engine.config import Bounds
 from pilotfish.engine.errors import Violation
 from pilotfish.engine.params import (
@@ -40,7 +41,6 @@ from pilotfish.engine.types import (
 from pilotfish.server.worker import wire
 from pilotfish.server.worker.engine_process import EngineServer, FrontEndGone, Link, Structures, serve
 from pilotfish.server.worker.worker import Worker
-
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_grammar import FakeCompiler

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.model.decoder.architecture import (
     FOUR_NORMS,

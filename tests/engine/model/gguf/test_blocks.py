@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.gguf.blocks import codes_of, dequantised, float_type, size_of_codes
 from pilotfish.engine.model.gguf.container import KINDS

@@ -10,9 +10,9 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.gguf.container import Container, Strings, gguf_file
-
 from tests import gguf_files
 
 

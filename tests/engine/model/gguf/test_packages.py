@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType as Type
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.checkpoint import read_config
@@ -15,7 +16,6 @@ from pilotfish.engine.model.gguf.container import gguf_file
 from pilotfish.engine.proposers.sources import recognise
 from pilotfish.server.commands import check
 from pilotfish.server.config import ServerConfig
-
 from tests import gguf_files
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError, one_line
 from pilotfish.engine.model.adapters.peft import read_adapter
@@ -29,7 +30,6 @@ from pilotfish.engine.startup.check import check
 from pilotfish.engine.text.codec import Codec
 from pilotfish.models import embedded_target
 from pilotfish.server.commands import check as command
-
 from tests import gguf_files
 from tests.covering import some
 from tests.engine.model.gguf.damage import HOSTILE, Parts, array, number, text, texts

@@ -12,6 +12,9 @@ import pytest
 from gguf import TokenType
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.gguf.container import Container
 from pilotfish.engine.model.gguf.tokenizer import (
@@ -24,8 +27,6 @@ from pilotfish.engine.model.gguf.tokenizer import (
 from pilotfish.engine.text.codec import Codec
 from pilotfish.models import embedded_target
 from pilotfish.server.chat import ChatTemplate
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
 
 TEXTS = (
     "def sort(items):\n    return sorted(items, key=len)[::-1]\n\n\n# 1234567 things",

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotfish.engine.errors import ModelError
-from pilotfish.engine.model.linear.grouped import GroupedLinear
-from pilotfish.engine.model.published import floats
-from pilotfish.engine.model.published.base import in_groups, pack4, unpack4
-from pilotfish.engine.model.published.methods import Quantisation
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from pilotfish.engine.errors import ModelError
+from pilotfish.engine.model.linear.grouped import GroupedLinear
+from pilotfish.engine.model.published import floats
+from pilotfish.engine.model.published.base import in_groups, pack4, unpack4
+from pilotfish.engine.model.published.methods import Quantisation
 from tests import published
 from tests.drawn import numbers
 

@@ -10,6 +10,9 @@ import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from torch import nn
+from transformers import PreTrainedModel
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.model.checkpoint import end_tokens_of, read_config, weights_size
@@ -21,9 +24,6 @@ from pilotfish.engine.model.linear.grouped import GroupedLinear
 from pilotfish.engine.model.published.base import CodedEmbedding
 from pilotfish.engine.model.published.gguf import weights_in
 from pilotfish.engine.startup.build import load
-from torch import nn
-from transformers import PreTrainedModel
-
 from tests import gguf_files, zoo
 from tests.covering import some
 from tests.drawn import numbers

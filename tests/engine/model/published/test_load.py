@@ -13,6 +13,10 @@ from typing import cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, GPT2Config, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
+
 from pilotfish.engine.choices import Weights
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.errors import ModelError
@@ -27,10 +31,6 @@ from pilotfish.engine.model.runner import end_tokens
 from pilotfish.engine.startup.build import load
 from pilotfish.engine.startup.check import check
 from pilotfish.engine.startup.precision import held_as
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import AutoConfig, GPT2Config, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
-
 from tests import published, zoo
 from tests.drawn import numbers
 from tests.zoo import logits
@@ -126,7 +126,7 @@ def test_what_has_no_codes_or_no_kernel_may_be_rounded_as_asked(name: str, folde
 def test_the_log_reports_kept_and_dequantised_weights(
     folder_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "engine"):
+    with caplog.at_level(logging.INFO, "pilotfish.engine"):
         loaded(folder_of("gptq"))
         loaded(folder_of("fp8-blocks"))
     assert "rounding: the checkpoint's own codes" in caplog.text

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType as Type
-from pilotfish.engine import LLM
-from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from transformers import PreTrainedModel
 
+from pilotfish.engine import LLM
+from pilotfish.engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from tests import gguf_files, published, zoo
 from tests.families import generate
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers import PreTrainedModel
+
 from pilotfish.engine.attention import paged, registry
 from pilotfish.engine.attention.reference import AttentionSpec
 from pilotfish.engine.config import EngineConfig
@@ -15,10 +19,6 @@ from pilotfish.engine.engine import Engine
 from pilotfish.engine.kv.batch import Feed, RaggedBatch
 from pilotfish.engine.proposers.heads.dflash import DFlashConfig, attend_bidirectionally
 from pilotfish.engine.stats import Forward
-from torch import Tensor
-from torch.nn.functional import silu
-from transformers import PreTrainedModel
-
 from tests import heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints as made
 from tests.scripted import drafts_from

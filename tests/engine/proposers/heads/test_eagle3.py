@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers import LlamaConfig, PreTrainedModel
+
 from pilotfish.engine.attention import native
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.control.prefill_budget import PrefillBudget
@@ -25,10 +29,6 @@ from pilotfish.engine.proposers.heads import layers
 from pilotfish.engine.proposers.heads.base import HeadContext
 from pilotfish.engine.proposers.heads.eagle import load_eagle
 from pilotfish.engine.proposers.heads.eagle3 import Eagle3Options
-from torch import Tensor
-from torch.nn.functional import silu
-from transformers import LlamaConfig, PreTrainedModel
-
 from tests import fakes, heads, zoo
 
 DEPTH = 8

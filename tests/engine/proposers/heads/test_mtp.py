@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.errors import ModelError
@@ -17,8 +19,6 @@ from pilotfish.engine.model.decoder.stack import FINAL
 from pilotfish.engine.proposers.heads import load_heads
 from pilotfish.engine.proposers.heads.mtp import first_layer, load_mtp
 from pilotfish.engine.startup.build import build_engine
-from torch import Tensor
-
 from tests import heads, published, zoo
 from tests.covering import some
 from tests.engine.proposers.heads import mtp_checkpoints as checkpoints

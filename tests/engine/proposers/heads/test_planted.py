@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotfish.engine.config import EngineConfig
-from pilotfish.engine.engine import Engine
-from pilotfish.engine.native import multiplies
-from pilotfish.engine.startup.build import build_engine
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaConfig, PreTrainedModel
 
+from pilotfish.engine.config import EngineConfig
+from pilotfish.engine.engine import Engine
+from pilotfish.engine.native import multiplies
+from pilotfish.engine.startup.build import build_engine
 from tests import fakes, heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints, mtp_checkpoints
 

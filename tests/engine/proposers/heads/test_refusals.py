@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
 from pilotfish.engine.errors import ModelError
 from pilotfish.engine.proposers.heads.dflash import load_dflash
 from pilotfish.engine.proposers.heads.eagle import load_eagle
 from pilotfish.engine.proposers.heads.medusa import load_medusa
-from safetensors.torch import save_file
-from torch import Tensor
-
 from tests import heads, zoo
 from tests.engine.proposers.heads import dflash_checkpoints as made
 from tests.engine.proposers.heads.test_eagle3 import IDS, SMALL, speculators

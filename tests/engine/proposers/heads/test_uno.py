@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
 from pilotfish.engine.config import EngineConfig
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.errors import InvalidRequest, ModelError
@@ -26,10 +30,6 @@ from pilotfish.engine.stats import Forward
 from pilotfish.engine.step import Work
 from pilotfish.engine.types import Adapter, Request
 from pilotfish.engine.types import Sequence as Output
-from safetensors.torch import load_file
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-
 from tests import adapters, fakes, heads, zoo
 from tests.covering import some
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
+
 from pilotfish.engine.text.guided import json_rule
 from pilotfish.engine.text.matcher import parser_limits
 

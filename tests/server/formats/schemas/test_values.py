@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from pilotfish.server.formats.base import Tool
 from pilotfish.server.formats.tagged import Parameters
 

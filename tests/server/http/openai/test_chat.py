@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+
 from pilotfish.engine.types import Logprob, TokenEvent
 from pilotfish.server.formats.base import ReasoningMarks
 from pilotfish.server.formats.json_calls import HermesFormat
 from pilotfish.server.http.openai.answers import ChatAnswers
 from pilotfish.server.http.openai.bodies import ChatBody
-
 from tests.server.http import agents
 from tests.server.http.interfaces import CHAT, answering, each, ended, on_the_shared_server, whole_of
 

@@ -7,6 +7,7 @@ from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 
 import pytest
+
 from pilotfish.engine.params import Guided
 from pilotfish.server.http.bodies import GenerateBody
 from pilotfish.server.http.openai.bodies import ChatBody, CompletionBody

@@ -7,10 +7,10 @@ import asyncio
 import httpx
 import openai
 import pytest
+
 from pilotfish.engine.types import Logprob, TokenEvent
 from pilotfish.server.http.openai.answers import TextAnswers
 from pilotfish.server.http.openai.bodies import CompletionBody
-
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine, logprob_of
 from tests.server.http.interfaces import answering, each, ended, on_the_shared_server, talking, text_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pilotfish.engine.types import DraftStats
 from pilotfish.server.http.openai.answers import metrics_of, usage_of
-
 from tests.server.http.interfaces import ended
 
 
