@@ -242,5 +242,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no server is left
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt: no server is left
     sys.exit(main())

