@@ -106,8 +106,8 @@ def edit(client: Client, out: Console) -> list[Call]:
     out.print(Rule("an edit of a file, with the file as prediction"))
     question = f"{EDIT}\n\n```json\n{FILE}```"
     out.print(f"\n> {question}", style="bold", markup=False)
-    options: GenerateOptions = {"temperature": 0, "max_tokens": 200, "prediction": FILE, "stop": ["\n```"]}
-    call = Call([{"role": "user", "content": question}], options)
+    turns: list[ChatMessage] = [{"role": "user", "content": question}]
+    call = Call(turns, {"temperature": 0, "max_tokens": 200, "prediction": FILE, "stop": ["\n```"]})
     watch(client, call, out)
     return [call]
 
