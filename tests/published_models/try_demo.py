@@ -75,6 +75,14 @@ def test_the_curl_command_is_answered(served: tuple[str, str]) -> None:
     assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
+def test_chat_answers(served: tuple[str, str]) -> None:
+    assert block("pilotfish chat ")
+    command = [sys.executable, "-m", "pilotfish", "chat", "--address", served[0]]
+    question = "What is the capital of France?\n"
+    done = subprocess.run(command, input=question, capture_output=True, text=True, check=True, timeout=60)
+    assert "Paris" in done.stdout
+
+
 def test_the_python_example_runs(served: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     exec(block("from pilotfish import ").replace(GRPC_PORT, served[0]), {})
     printed = capsys.readouterr().out
