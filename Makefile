@@ -1,6 +1,6 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install environments demo quick test test-slow test-all test-lowest test-cuda first-light first-light-2 check check-deploy test-image test-ray \
+.PHONY: help install environments demo quick test test-slow test-all test-lowest test-cuda first-light first-light-2 check check-deploy wheels test-wheels test-image test-ray \
 	test-clients published test-published dashboards features classes serve proto \
 	train heads bench loadtest overload chaos survive clean
 .DELETE_ON_ERROR:
@@ -103,6 +103,14 @@ check-deploy: install ## Validate deploy/: hadolint, compose, Grafana's types, K
 test-image: install ## Run the image's install steps in a clean directory, and its commands as its user
 	$(BIN)/python -m pytest -q -n 0 tests/deploy/try_image.py
 
+wheels: ## Build wheels for Linux on x86-64 and aarch64, with kernels for all their instruction sets, into dist/
+	for machine in x86_64 aarch64; do \
+		PILOTFISH_BUILD_MACHINE=$$machine $(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist . || exit 1; \
+	done
+
+test-wheels: install ## Build the wheels, and run them without a compiler; that for aarch64 is emulated
+	$(BIN)/python -m pytest -q -n 0 tests/deploy/try_wheels.py
+
 test-ray: install ## Run two replicas on a real Ray of this machine, and kill one under load
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[ray]'
 	$(BIN)/python -m pytest -q -n 0 -W default --disable-warnings tests/deploy/try_ray.py
@@ -190,7 +198,7 @@ loadtest: install $(CLIENTS)/benchmarks/.installed ## Load the embedded server: 
 	$(BIN)/pilotfish serve --threads 1 --grpc-port 50061 --http-port 8061 2>build/loadtest/server.log & \
 	server=$$!; trap "kill $$server" EXIT; set -e; \
 	until $(BIN)/pilotfish health 127.0.0.1:50061 >/dev/null 2>&1; do sleep 1; kill -0 $$server; done; \
-	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --processes 2 -u $(LOAD_USERS) -r 16 -t $(LOAD_SECONDS)s \
+	$(BIN)/python -m locust -f loadtest/locustfile.py --headless --only-summary --processes 2 -u $(LOAD_USERS) -r 16 -t $(LOAD_SECONDS)s \
 		--grpc-address 127.0.0.1:50061 --host http://127.0.0.1:8061 --csv build/loadtest/locust --html build/loadtest/locust.html; \
 	HF_HUB_OFFLINE=1 $(CLIENTS)/benchmarks/bin/guidellm run --profile kind=concurrent --override profile.streams 1,4,16,64 \
 		--backend kind=openai_http,target=http://127.0.0.1:8061,model=pilotfish-embedded,request_format=/v1/completions \

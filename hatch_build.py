@@ -31,7 +31,7 @@ class NativeHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         folder = Path(self.root) / FOLDER
-        if version != "editable" and not self._native["is_current"]():
+        if version != "editable" and (self._native["PORTABLE"] or not self._native["is_current"]()):
             self._scratch = tempfile.TemporaryDirectory()
             folder = Path(self._scratch.name)
         if _is_unwanted():
@@ -43,7 +43,8 @@ class NativeHook(BuildHookInterface):  # type: ignore[type-arg]
         files = [built.file for built in self._native["read_manifest"](folder).libraries.values()]
         for name in (*files, manifest):
             build_data["force_include"][str(folder / name)] = str(INSTALLED / name)
-        build_data |= {"pure_python": False, "tag": f"py3-none-{_platform([folder / name for name in files])}"}
+        tag = _platform([folder / name for name in files], self._native["PORTABLE"])
+        build_data |= {"pure_python": False, "tag": f"py3-none-{tag}"}
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if self._scratch is not None:
@@ -54,9 +55,11 @@ def _is_unwanted() -> bool:
     return os.environ.get("PILOTFISH_NATIVE") == "0"
 
 
-def _platform(libraries: list[Path]) -> str:
+def _platform(libraries: list[Path], portable: str) -> str:
     """The oldest platform on which the libraries load: that of the newest symbol of glibc that they ask for."""
-    ours, machine = list(platform_tags()), platform.machine()
+    ours = list(platform_tags())
     needed = [int(minor) for path in libraries for minor in re.findall(rb"GLIBC_2\.(\d+)", path.read_bytes())]
-    oldest = f"manylinux_2_{max([17, *needed])}_{machine}"
-    return oldest if oldest in ours else next((tag for tag in ours if tag.startswith("musllinux")), ours[0])
+    oldest = f"manylinux_2_{max([17, *needed])}_{portable or platform.machine()}"
+    if portable or oldest in ours:
+        return oldest
+    return next((tag for tag in ours if tag.startswith("musllinux")), ours[0])

@@ -101,7 +101,7 @@ def generate(arguments: list[str]) -> int:
 
 def _printed(name: str, arguments: list[str]) -> int:
     """Run a command and print the text it returns; the exit code is 0 or 1 by its result, 2 after one of `ERRORS`."""
-    module = import_module(f"server.commands.{name.replace('-', '_')}")
+    module = import_module(f"pilotfish.server.commands.{name.replace('-', '_')}")
     try:
         text, is_good = module.run(arguments, _progress)
     except module.ERRORS as error:

@@ -11,6 +11,7 @@
  *
  * The products of queries with keys and of weights with values have a version for AVX-512 and one for other CPUs. */
 
+#include "aligned.h"
 #include "attention.h"
 #include "pool.h"
 
@@ -215,7 +216,7 @@ int attention_plan(const Args *a, int64_t tile, Job *jobs) {
   return count;
 }
 
-static void *aligned_floats(int64_t count) { return aligned_alloc(64, (size_t)(count * 4 + 63) / 64 * 64); }
+static void *aligned_floats(int64_t count) { return aligned_bytes(count * (int64_t)sizeof(float)); }
 
 Work *attention_begin(const Args *a, int workers) {
   Work *all = calloc((size_t)workers, sizeof(Work));
@@ -229,8 +230,10 @@ Work *attention_begin(const Args *a, int workers) {
 }
 
 void attention_end(Work *w, int workers) {
-  for (int i = 0; i < workers; i++)
-    free(w[i].query), free(w[i].keys), free(w[i].values), free(w[i].scores), free(w[i].sums);
+  for (int i = 0; i < workers; i++) {
+    aligned_free(w[i].query), aligned_free(w[i].keys), aligned_free(w[i].values);
+    aligned_free(w[i].scores), aligned_free(w[i].sums);
+  }
   free(w);
 }
 

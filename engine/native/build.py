@@ -24,11 +24,15 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 MANIFEST = "native.json"
+# For wheels that others install: the machine to compile for, which may be another one. Only ziglang is used then.
+PORTABLE = os.environ.get("PILOTFISH_BUILD_MACHINE", "")
+MACHINE = PORTABLE or platform.machine()
 FLAGS = ("-O3", "-shared", "-fPIC", "-pthread", "-std=gnu11", "-Wno-psabi")
 # Instruction scheduling that is never slower on Zen than -march=native's; GCC's generic one is, in float32.
-TUNING = ("-mtune=skylake",) if platform.machine() == "x86_64" else ()
+TUNING = ("-mtune=skylake",) if MACHINE == "x86_64" else ()
 COMPILERS = ("cc", "gcc", "clang")
-ZIG = "ziglang>=0.13,<1"  # a PyPI package with a C compiler
+ZIG = "ziglang>=0.13,<1"  # a PyPI package with a C compiler for many machines
+GLIBC = "2.28"  # the oldest that torch runs with
 PATIENCE = 600  # seconds for a library
 MOST_BYTES = 1 << 28  # maximum bytes of a library: a hundred times the actual size
 
@@ -80,7 +84,7 @@ LEVELS = {
         ("neon", "armv8-a", ""),
         ("dotprod", "armv8.2-a+dotprod", "asimddp asimdrdm atomics crc32"),
     ),
-}.get(platform.machine(), (Level("baseline", "", frozenset()),))
+}.get(MACHINE, (Level("baseline", "", frozenset()),))
 
 
 ALL = tuple(level.name for level in LEVELS)
@@ -141,13 +145,14 @@ def is_current(folder: Path = HERE, names: Iterable[str] = ALL) -> bool:
 
 def compiler() -> list[str] | None:
     """The C compiler: $CC, cc, gcc, clang, or that of the package ziglang; None if there is none."""
-    for command in (os.environ.get("CC", ""), *COMPILERS):
+    for command in () if PORTABLE else (os.environ.get("CC", ""), *COMPILERS):
         words = shlex.split(command)
         if words and shutil.which(words[0]):
             return [*words, *TUNING]
     if importlib.util.find_spec("ziglang") is None:
         return None
-    target = f"{platform.machine()}-linux-{'gnu' if platform.libc_ver()[0] else 'musl'}"
+    libc = f"gnu.{GLIBC}" if PORTABLE or platform.libc_ver()[0] else "musl"
+    target = f"{MACHINE}-linux-{libc}"
     return [sys.executable, "-m", "ziglang", "cc", "-s", "-target", target]  # without a target: this exact processor
 
 

@@ -2,6 +2,7 @@
  * sum of their results. Rows of one expert are multiplied together, and the pieces of all experts are one stage. A
  * row's sums have the same bits in any batch. */
 
+#include "aligned.h"
 #include "exact.h"
 #include "matmul.h"
 #include "pool.h"
@@ -238,7 +239,7 @@ int pilotfish_experts(const Experts *e, const Batch *b, int threads) {
   size_t fed = (size_t)larger(fed_bytes(e->up), fed_bytes(e->down)), wide = (size_t)larger(e->up->out, e->down->out);
   Pass p = {.e = e, .b = b};
   p.place = malloc(sizeof(int64_t) * (size_t)(pairs + e->experts + 1));
-  p.fed = aligned_alloc(64, ((size_t)pairs * (fed + sizeof(float) * (wide + 1)) / 64 + 4) * 64);
+  p.fed = aligned_bytes((int64_t)((size_t)pairs * (fed + sizeof(float) * (wide + 1))) + 256);
   if (p.place && p.fed) {
     p.starts = p.place + pairs;
     sort(&p);
@@ -248,6 +249,6 @@ int pilotfish_experts(const Experts *e, const Batch *b, int threads) {
     if (p.jobs) run(&p, threads);
   }
   int failed = !p.jobs;
-  free(p.place), free(p.fed), free(p.jobs);
+  free(p.place), aligned_free(p.fed), free(p.jobs);
   return failed;
 }

@@ -115,7 +115,7 @@ INLINE void worth_of(const Groups *g, const char *block, const char *group, Wort
 
 /* A register at `at`, and each byte shifted right by `up`, without bits of the adjacent byte. */
 INLINE chars codes_at(const char *at) { return *(const chars *)at; }
-INLINE chars above(chars x, const int up) { return (chars)((ushorts)x >> up) & (char)(255 >> up); }
+INLINE chars above(chars x, const int up) { return (chars)((ushorts)x >> up) & (int8_t)(255 >> up); }
 
 /* Register pair p of the codes that are stored together at `at`: eight codes per output. */
 INLINE void codes_of(const char *at, const int p, const int bits, chars *first, chars *last) {

@@ -137,19 +137,25 @@ static void restart(void) {
 /* In a forked child there are no helpers, and no thread holds the pool. */
 __attribute__((constructor)) static void begin(void) {
   restart();
+#if !defined(_WIN32)
   pthread_atfork(NULL, NULL, restart);
+#endif
 }
 
-/* Helpers block signals, which the other threads handle. */
 static void start_helpers(int threads) {
+#if !defined(_WIN32)
+  /* Helpers block signals, which the other threads handle. */
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
+#endif
   for (pthread_t thread; pool.started < threads; pool.started++) {
     if (pthread_create(&thread, NULL, help, &seats[pool.started])) break;
     pthread_detach(thread);
   }
+#if !defined(_WIN32)
   pthread_sigmask(SIG_SETMASK, &before, NULL);
+#endif
 }
 
 int pool_enter(int threads) {

@@ -56,7 +56,7 @@ def _copy(stage: Stage, folder: Path) -> None:
             inner = Path(name).relative_to(names[0]) if (ROOT / names[0]).is_dir() else Path(Path(name).name)
             target = folder / destination / inner
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, target)
+            shutil.copy(ROOT / name, target, follow_symlinks=False)
 
 
 @pytest.fixture

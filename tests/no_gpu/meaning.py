@@ -27,7 +27,7 @@ _PLAIN = {"args", "paging", "reference"}  # modules without kernels
 def modules() -> list[ModuleType]:
     """All that hold kernels."""
     found = [info.name for info in pkgutil.iter_modules(kernels.__path__) if info.name not in _PLAIN]
-    return [importlib.import_module(f"engine.kernels.{name}") for name in found]
+    return [importlib.import_module(f"pilotfish.engine.kernels.{name}") for name in found]
 
 
 def install() -> None:

@@ -29,7 +29,7 @@ def load_heads(sources: Mapping[str, DraftSource], config: EngineConfig, target:
     heads = dict[str, Head]()
     for kind in _HEADS:
         if (source := sources.get(kind)) is not None:
-            load = getattr(import_module(f"engine.proposers.heads.{kind}"), f"load_{kind}")
+            load = getattr(import_module(f"pilotfish.engine.proposers.heads.{kind}"), f"load_{kind}")
             heads[kind] = load(source.name, source.revision, target)
     if isinstance(cast("object", target.config), ModelConfig) and "mtp" not in sources:
         return heads  # these families have no such layers

@@ -226,7 +226,7 @@ def test_attention_that_does_not_fit_means_plain_steps(
     with pytest.raises(ModelError, match="loop=rounds is not supported: the first round failed: out of resource"):
         engine_of()
     for module in ("build", "device_loop"):
-        monkeypatch.setattr(f"engine.startup.{module}.wants_rounds", lambda *_: True)
+        monkeypatch.setattr(f"pilotfish.engine.startup.{module}.wants_rounds", lambda *_: True)
     with caplog.at_level(logging.INFO):
         assert engine_of(loop="auto").rounds.name == "plain"
     assert "loop: plain (the first round failed" in caplog.text

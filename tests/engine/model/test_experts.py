@@ -133,7 +133,7 @@ def test_a_mixture_gives_a_row_the_same_bits_alone_and_in_company(kind: str, dty
 def without_c(patch: pytest.MonkeyPatch) -> None:
     """Matrices of floats are torch's."""
     for part in ("weights", "experts"):
-        patch.setattr(f"engine.model.decoder.{part}.multiplies", lambda _: False)
+        patch.setattr(f"pilotfish.engine.model.decoder.{part}.multiplies", lambda _: False)
 
 
 def test_without_our_c_a_router_gives_a_row_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
