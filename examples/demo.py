@@ -29,7 +29,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from pilotfish.client import ChatMessage, Client, Completion, Delta
+from pilotfish import Client, Delta
+from pilotfish.client import ChatMessage, Completion
 from pilotfish.client.options import GenerateOptions, Prompt, SpeculationMode
 from pilotfish.models.corpus import held_out_prompts
 
