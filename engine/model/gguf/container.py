@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pilotfish.engine.errors import ModelError, shown
+from pilotfish.engine.model.gguf.packages import packaged
 
 T = TypeVar("T")
 
@@ -402,17 +403,18 @@ def open_gguf(name: str | Path, revision: str | None = None) -> Container | None
 def gguf_file(name: str | Path, revision: str | None = None) -> Path | None:
     """The GGUF file of a model name; None if it refers to another kind of checkpoint.
 
-    The name is a file, a folder with one such file and no other checkpoint, or a file on the hub,
-    `owner/model/file.gguf`. For a model in several files it is any of them, or a folder with all.
+    The name is a file, a folder with one such file and no other checkpoint, a file on the hub,
+    `owner/model/file.gguf`, or a short name (`packages.py`). For a model in several files it is any of them, or a
+    folder with all.
 
     Raises:
-        ModelError: there is no such file, or the folder has several.
+        ModelError: there is no such file, or the folder has several, or the package of the short name is missing.
     """
     path = Path(name)
     if path.is_dir():
         return _only_one(path)
     if path.suffix != _SUFFIX:
-        return None
+        return None if path.exists() else packaged(str(name))
     if path.is_file():
         return path
     owner, _, rest = str(name).partition("/")
