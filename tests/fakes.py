@@ -88,6 +88,7 @@ def fake_engine(
     page_size: int = 16,
     max_model_len: int = 64,
     proposers: Mapping[str, Proposer] | None = None,
+    proposer: str | None = None,
     eos: frozenset[int] = frozenset(),
     control: Control | None = None,
     clock: Clock = time.perf_counter,
@@ -98,6 +99,7 @@ def fake_engine(
 
     unhurried = {"max_step_ms": 1e9}  # how fast this machine is decides in no test how much a step reads
     settings = EngineConfig(target="table", draft="table" if draft_law else None, **unhurried | config)
+    settings = settings.model_copy(update={"proposer": proposer})  # may be one of the test's own
     prefill = PrefillBudget(settings.max_step_ms / 1000, settings.max_batch_tokens)
     by_name: dict[str, Proposer] = {"none": Proposer(), "ngram": NGramProposer(sizes=(2, 1))}
     if draft_law is not None:

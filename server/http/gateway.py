@@ -41,6 +41,7 @@ _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascrip
 PAGE_FILES = {
     "/" if file.name == "index.html" else f"/{file.name}": (file, _MEDIA_TYPES[file.suffix])
     for file in sorted(PAGE.iterdir())
+    if file.suffix in _MEDIA_TYPES
 }
 # No content from other hosts, no inline scripts, no frames, so that text from a model cannot run as code.
 PAGE_HEADERS = {

@@ -43,7 +43,7 @@ def models() -> tuple[torch.nn.Module, torch.nn.Module]:
 def engine_of(proposer: str, num_draft: int, extra: dict[str, Proposer] | None = None) -> Engine:
     """Without a prefix cache, which would know the prompts from the second K on."""
     usual = {"target": "llama", "draft": "near", "max_batch_size": 16, "prefix_cache": False}
-    config = EngineConfig(**usual, proposer=proposer, num_draft_tokens=num_draft)
+    config = EngineConfig(**usual, num_draft_tokens=num_draft).model_copy(update={"proposer": proposer})  # maybe ours
     scripted = {
         "right": ScriptedProposer(lambda s, k: _future(s)[:k]),
         "wrong": ScriptedProposer(lambda s, k: [(t + 1) % zoo.VOCAB for t in _future(s)[:k]]),

@@ -181,7 +181,7 @@ def test_it_reports_each_implementation_and_imports_transformers_only_for_its_mo
         from pilotfish.server.commands.check import run
         target, other, *options = sys.argv[1:]
         for draft in (target, other):
-            text, works = run([target, "--draft", draft, "--json", *options], print)
+            text, works = run([target, "--draft", draft, "--json", *options], lambda _: None)
             report = json.loads(text)
             print(works, *(report[model]["runs in"] for model in ("target", "draft")), "transformers" in sys.modules)
     """

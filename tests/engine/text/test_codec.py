@@ -277,7 +277,7 @@ from pilotfish.engine.text.codec import Codec
 from pilotfish.server.chat import ChatTemplate
 from pilotfish.server.formats.detect import detect
 codec, chat = Codec.load(sys.argv[1]), ChatTemplate.load(sys.argv[1])
-detect(chat.source, codec.added_tokens)
+detect(chat, codec.added_tokens)
 print(*(name for name in ("huggingface_hub", "torch", "transformers") if name in sys.modules))
 """
 
