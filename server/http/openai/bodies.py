@@ -252,11 +252,12 @@ class ChatBody(OpenAiBody):
     return_tokens: Flag = False  # with a stream: each token's text, and whether it was an accepted draft
 
     def request(self) -> Request:
-        request = self.limited(self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens)
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        request = self.limited(max_tokens)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return replace(
             request,
-            sampling=replace(request.sampling, logprobs=logprobs),
+            sampling=replace(request.sampling, logprobs=logprobs, fit_context=max_tokens is None),
             output=replace(request.output, stop_in_answer=True),
         )
 

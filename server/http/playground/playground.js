@@ -9,7 +9,7 @@ import { recall, remember, showDefaults } from "./settings.js";
 const FORMS = ["chat", "completion"];
 // Of the fields that a request leaves out.
 const DEFAULTS = {
-  chat: { temperature: 1, top_p: 1, top_k: 0, max_tokens: 128 },
+  chat: { temperature: 1, top_p: 1, top_k: 0, max_tokens: "no limit" },
   completion: { temperature: 0, top_p: 1, top_k: 0, max_tokens: 128 },
 };
 

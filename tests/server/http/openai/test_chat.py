@@ -85,6 +85,13 @@ async def test_openais_client_puts_a_stream_together_as_the_whole(saying):
     assert whole.usage.completion_tokens_details.reasoning_tokens > 2
 
 
+@pytest.mark.parametrize("given", [{}, {"max_tokens": 7}, {"max_completion_tokens": 7}])
+def test_an_answer_without_a_limit_may_fill_the_context(given):
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "Hello"}]} | given)
+    sampling = body.request().sampling
+    assert (sampling.max_tokens, sampling.fit_context) == ((7, False) if given else (None, True))
+
+
 async def test_a_stream_that_is_read_has_no_ids():
     for chat_format, fields, is_refused in (
         (HERMES, {"tools": []}, True),
