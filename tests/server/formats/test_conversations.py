@@ -243,6 +243,3 @@ async def test_the_format_is_that_of_the_template_unless_it_is_named(server):
     template = server.app.driver.model.chat
     async with serving(chat=template, chat_format="llama") as named:
         assert type(named.app.driver.model.format) is LlamaFormat
-    async with serving(chat=template, chat_format="latin", ready=False) as unknown:
-        await unknown.running
-        assert unknown.app.driver is None

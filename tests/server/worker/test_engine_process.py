@@ -40,7 +40,7 @@ def around(engine, compile_grammar, config, codec, chat):
     return served(engine, compile_grammar=compile_grammar)
 
 
-def read(config):
+def read(config, _):
     """Says in a folder that it was read."""
     if Path(config.target).is_dir():
         (Path(config.target) / "text").unlink(missing_ok=True)
