@@ -80,9 +80,11 @@ def serve(arguments: list[str]) -> int:
     """Serve until SIGTERM or SIGINT."""
     from pilotfish.server.worker.fork_server import ForkServer
 
+    started = list[ForkServer]()
+    _stop_at_once(started)
     # The fork server starts first: its import of torch takes longer than everything below.
     with ForkServer() as forks:
-        _stop_at_once(forks)
+        started.append(forks)
         from pydantic import ValidationError
 
         from pilotfish.engine.errors import ModelError
@@ -105,11 +107,12 @@ def serve(arguments: list[str]) -> int:
         return _follow(config)
 
 
-def _stop_at_once(forks: ForkServer) -> None:
-    """Let SIGINT and SIGTERM end the server, until the event loop handles them."""
+def _stop_at_once(started: list[ForkServer]) -> None:
+    """Let SIGINT and SIGTERM end the server and what it has started, until the event loop handles them."""
 
     def stop(*_: object) -> None:
-        forks.close()
+        for forks in started:
+            forks.close()
         os._exit(0)
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -369,7 +369,8 @@ def test_a_wheel_is_of_its_platform_and_runs_where_there_is_no_compiler(tmp_path
     assert not [name for name in names if name.endswith((".c", ".h"))]
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
     told = (
-        "import json, engine.native.compiled as c; print(json.dumps([c.__file__, c.loaded().file, c.instructions()]))"
+        "import json, pilotfish.engine.native.compiled as c; "
+        "print(json.dumps([c.__file__, c.loaded().file, c.instructions()]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", told], env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "", **NONE},
