@@ -173,8 +173,10 @@ def test_it_serves_on_aarch64(arm_python, project):
 @pytest.mark.parametrize("target", ["aarch64-macos", "x86_64-macos", "aarch64-windows-gnu", "x86_64-windows-gnu"])
 def test_the_sources_compile_for_other_systems(target, tmp_path):
     """Compiled; nothing of it is run. Nor is it linked: Zig would first make Windows' libraries, for minutes."""
-    command = [sys.executable, "-m", "ziglang", "cc", "-target", target, *build.FLAGS, "-c", *build.sources()]
-    caches = {f"ZIG_{kind}_CACHE_DIR": str(tmp_path / "cache") for kind in ("GLOBAL", "LOCAL")}
-    run(command, cwd=tmp_path, env=os.environ | caches)
-    objects = {path.stem for path in tmp_path.iterdir() if path.suffix in (".o", ".obj")}
-    assert objects == {path.stem for path in build.sources()}
+    flags = [flag for flag in build.FLAGS if flag != "-shared"]
+    caches = {f"ZIG_{kind}_CACHE_DIR": str(tmp_path) for kind in ("GLOBAL", "LOCAL")}
+    for source in build.sources():
+        made = tmp_path / f"{source.stem}.o"
+        command = [sys.executable, "-m", "ziglang", "cc", "-target", target, *flags, "-c", source, "-o", made]
+        run(command, env=os.environ | caches)
+        assert made.stat().st_size > 500
