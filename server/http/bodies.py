@@ -337,7 +337,8 @@ class ParsedBody(Generic[BodyT]):
             missing.pop("max_tokens", None)
         elif "max_tokens" in missing:  # a recommendation: the room of the context may be smaller
             missing |= {"max_tokens": max(missing["max_tokens"], sampling.min_tokens), "fit_context": True}
-        self.request = replace(self.request, sampling=replace(sampling, **missing))
+        if missing:
+            self.request = replace(self.request, sampling=replace(sampling, **missing))
 
     def resume_after(self, event_id: str, max_n: int) -> None:
         """Resume the stream after the event with this id.
