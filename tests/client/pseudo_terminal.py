@@ -8,8 +8,10 @@ import re
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 PATIENCE = 60.0  # seconds
 # The terminal becomes the controlling one, so that its Ctrl-C is a signal. A shell's background jobs ignore SIGINT, and
@@ -31,7 +33,20 @@ class PseudoTerminal:
         self._data, self._at = b"", 0  # what was printed, and how much of it, without colours, was read
 
     def type(self, text: str) -> None:
+        """Type it. For Ctrl-C, wait until the program waits: `input` has a gap between its sign and its wait.
+
+        A signal inside that gap is noticed with the next key (CPython's readline module).
+        """
+        until = time.monotonic() + PATIENCE
+        while text == "\x03" and not self._is_waiting and time.monotonic() < until:
+            time.sleep(0.005)
         os.write(self._ours, text.encode())
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether the main thread sleeps, which one that only lacks a processor does not."""
+        pid = self.process.pid
+        return Path(f"/proc/{pid}/task/{pid}/stat").read_text("ascii").rpartition(")")[2].split()[0] == "S"
 
     def read(self, until: str) -> str:
         """Return the next text up to `until`, without colours."""
