@@ -121,14 +121,14 @@ def _stop_at_once(started: list[ForkServer]) -> None:
 
 def chat(arguments: list[str]) -> int:
     """Talk to a chat model on a running server."""
-    from pilotfish.client import chat
+    from pilotfish.client.terminal import chat
 
     return chat.main(arguments)
 
 
 def generate(arguments: list[str]) -> int:
     """Generate text on a running server."""
-    from pilotfish.client import generate
+    from pilotfish.client.terminal import generate
 
     return generate.main(arguments)
 

@@ -39,7 +39,7 @@ from pilotfish.client import (
     errors,
 )
 from pilotfish.client.options import SpeculationMode, Verification
-from pilotfish.client.settings import VARIABLE
+from pilotfish.client.terminal.settings import VARIABLE
 from pilotfish.server.commands.answers import FirstDifference, first_difference, largest_gap
 from pilotfish.server.commands.arguments import Tokenize, Tokens, at_least, read_prompts
 from pilotfish.server.commands.progress import Progress, Stopped, TimeBudget

@@ -9,9 +9,9 @@ import re
 import grpc
 import pytest
 
-from pilotfish.client import chat
-from pilotfish.client.conversation import Conversation
-from pilotfish.client.prompt_lines import entry
+from pilotfish.client.terminal import chat
+from pilotfish.client.terminal.conversation import Conversation
+from pilotfish.client.terminal.prompt_lines import entry
 from pilotfish.v1 import generation_pb2 as pb
 from tests.client.fake_server import MARKS, invalid, refusal, said
 from tests.client.pseudo_terminal import on_a_terminal, plain

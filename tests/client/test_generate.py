@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from pilotfish.client import convert
-from pilotfish.client import generate as command
-from pilotfish.client.comparison import Comparison, Round
+from pilotfish.client.terminal import generate as command
+from pilotfish.client.terminal.comparison import Comparison, Round
 from pilotfish.v1 import generation_pb2 as pb
 from tests.client.fake_server import FINISHED, MARKS, invalid, refusal, said
 from tests.client.pseudo_terminal import on_a_terminal, plain

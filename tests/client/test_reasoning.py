@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pilotfish.client.reasoning import ReasoningSplitter
 from pilotfish.client.results import Piece, ReasoningMarks
+from pilotfish.client.terminal.reasoning import ReasoningSplitter
 
 MARKS = ReasoningMarks("<think>", "</think>")
 TEXTS = {

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pilotfish.client import chat, generate
+from pilotfish.client.terminal import chat, generate
 from tests.e2e.test_openai import load
 from tests.server.worker.in_process import load_models
 from tests.serving import grpc_client, serving_embedded

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pilotfish.client.chat_session import ChatSession
 from pilotfish.client.options import GenerateOptions
-from pilotfish.client.settings import SETTINGS
+from pilotfish.client.terminal.session import ChatSession
+from pilotfish.client.terminal.settings import SETTINGS
 
 _DEFAULT = "default"  # the value that removes a setting
 

@@ -7,25 +7,24 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
-from pilotfish.client.reasoning import Part, ReasoningSplitter
 from pilotfish.client.results import Delta, ReasoningMarks
+from pilotfish.client.terminal.reasoning import Part, ReasoningSplitter
 
 DRAFT_STYLE, TARGET_STYLE, REASONING_STYLE = "cyan", "magenta", "dim"
 
 
-def show(delta: Delta, out: Console) -> None:
-    """Print new text, with colours on a terminal, otherwise unchanged."""
-    if not out.is_terminal:
-        write(delta.text, out)
-        return
-    for piece in delta.pieces():
-        _show_part(Part(piece.text, piece.from_draft, is_reasoning=False), out)
+OK, FAILED, INTERRUPTED = 0, 1, 130  # exit codes
 
 
-def write(text: str, out: Console) -> None:
-    """Write exactly this text."""
-    out.file.write(text)
-    out.file.flush()
+def consoles(*, no_color: bool) -> tuple[Console, Console]:
+    """Return the consoles of standard output and standard error. NO_COLOR counts as well."""
+    out, notes = (Console(stderr=stderr, highlight=False, no_color=no_color or None) for stderr in (False, True))
+    return out, notes
+
+
+def print_problem(text: str, notes: Console) -> None:
+    """Print why something failed."""
+    notes.print(text, style="red", markup=False, soft_wrap=True)
 
 
 class AnswerPrinter:
@@ -65,7 +64,8 @@ class AnswerPrinter:
                 self._was_reasoning = part.is_reasoning
                 _show_part(part, self._out)
             elif not part.is_reasoning:
-                write(part.text, self._out)
+                self._out.file.write(part.text)
+                self._out.file.flush()
 
 
 def _show_part(part: Part, out: Console) -> None:

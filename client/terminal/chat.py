@@ -11,23 +11,13 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
-from pilotfish.client import chat_commands
-from pilotfish.client.chat_session import ChatSession
 from pilotfish.client.connection import Retry
 from pilotfish.client.errors import RequestFailedError, UnavailableError
-from pilotfish.client.prompt_lines import ReadLine, entry, reader, typed
-from pilotfish.client.settings import (
-    SAMPLING,
-    SPECULATION,
-    TOKEN_HELP,
-    add_connection,
-    add_settings,
-    connect,
-    settings_of,
-)
-from pilotfish.client.terminal import legend
+from pilotfish.client.terminal import commands, settings
+from pilotfish.client.terminal.printing import FAILED, INTERRUPTED, OK, consoles, legend, print_problem
+from pilotfish.client.terminal.prompt_lines import ReadLine, entry, reader, typed
+from pilotfish.client.terminal.session import ChatSession
 
-OK, FAILED, INTERRUPTED = 0, 1, 130
 # A stream waits about six seconds for its server to come back: a person at the prompt can ask again.
 RETRY = Retry(resume_attempts=6)
 
@@ -35,9 +25,9 @@ RETRY = Retry(resume_attempts=6)
 def main(argv: list[str]) -> int:
     """Run `pilotfish chat` with these arguments and return the exit code. A wrong command line exits with 2."""
     arguments = _parser().parse_args(argv)
-    notes = Console(stderr=True, highlight=False, no_color=arguments.no_color or None)
+    out, notes = consoles(no_color=arguments.no_color)
     try:
-        return _run(arguments, notes)
+        return _run(arguments, out, notes)
     except UnavailableError as error:
         hint = "start one with `pilotfish serve MODEL`, or name another one with --address"
         problem = f"the server at {arguments.address} does not answer ({error.message}); {hint}"
@@ -45,7 +35,7 @@ def main(argv: list[str]) -> int:
         problem = str(error)
     except KeyboardInterrupt:
         return INTERRUPTED
-    notes.print(f"pilotfish chat: {problem}", style="red", markup=False, soft_wrap=True)
+    print_problem(f"pilotfish chat: {problem}", notes)
     return FAILED
 
 
@@ -53,27 +43,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pilotfish chat",
         description="Talk to a chat model on a running server. /help lists the commands of the conversation.",
-        epilog=TOKEN_HELP,
+        epilog=settings.TOKEN_HELP,
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt [none]")
     parser.add_argument("--stats", action="store_true", help="show speed, drafts and cached tokens after each answer")
-    add_connection(parser)
-    add_settings(parser, "sampling and stopping", SAMPLING)
-    add_settings(parser, "speculation", SPECULATION)
+    settings.add_connection(parser)
+    settings.add_settings(parser, "sampling and stopping", settings.SAMPLING)
+    settings.add_settings(parser, "speculation", settings.SPECULATION)
     return parser
 
 
-def _run(arguments: argparse.Namespace, notes: Console) -> int:
-    out = Console(highlight=False, no_color=arguments.no_color or None)
+def _run(arguments: argparse.Namespace, out: Console, notes: Console) -> int:
     is_interactive = sys.stdin.isatty()
-    with connect(arguments, RETRY) as client:
+    with settings.connect(arguments, RETRY) as client:
         model = client.model_info()
         if not model.has_chat_template:
             problem = f"{model.model} has no chat template; `pilotfish generate PROMPT` continues a text with it"
-            notes.print(f"pilotfish chat: {problem}", style="red", markup=False, soft_wrap=True)
+            print_problem(f"pilotfish chat: {problem}", notes)
             return FAILED
         session = ChatSession(
-            client, model, settings_of(arguments), out=out, notes=notes, is_interactive=is_interactive,
+            client, model, settings.settings_of(arguments), out=out, notes=notes, is_interactive=is_interactive,
             timeout=arguments.timeout,
         )  # fmt: skip
         session.conversation.system, session.shows_stats = arguments.system, arguments.stats
@@ -98,7 +87,7 @@ def _talk(session: ChatSession, read: ReadLine) -> None:
             text = entry(read)
             was_interrupted = False
             if text.startswith("/") and "\n" not in text:
-                chat_commands.run(text, session)
+                commands.run(text, session)
             elif text.strip():
                 session.ask(text)
         except EOFError:

@@ -9,12 +9,12 @@ from typing import cast
 
 from rich.console import Console
 
-from pilotfish.client.conversation import Conversation
 from pilotfish.client.errors import DeadlineExceededError, InvalidRequestError, RequestFailedError, UnavailableError
 from pilotfish.client.options import GenerateOptions
 from pilotfish.client.results import Finished, ModelInfo
 from pilotfish.client.sync_client import Client
-from pilotfish.client.terminal import AnswerPrinter
+from pilotfish.client.terminal.conversation import Conversation
+from pilotfish.client.terminal.printing import AnswerPrinter, print_problem
 
 _CONTEXT_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"  # the server's reason
 _MAKE_ROOM = "Nothing was dropped: /undo removes the last turn, /reset all turns."
@@ -66,7 +66,7 @@ class ChatSession:
     def problem(self, text: str) -> None:
         """Print a problem, and count it."""
         self.num_problems += 1
-        self._notes.print(text, style="red", markup=False, soft_wrap=True)
+        print_problem(text, self._notes)
 
     def _answer(self, options: GenerateOptions) -> bool:
         """Stream the answer, and add what arrives to the conversation; return whether anything did."""

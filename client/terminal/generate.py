@@ -17,34 +17,33 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pilotfish.client.comparison import compare
 from pilotfish.client.errors import RequestFailedError
 from pilotfish.client.options import ChatMessage, GenerateOptions, Prompt
 from pilotfish.client.results import Finished, TokenLogprob
-from pilotfish.client.settings import (
-    SAMPLING,
-    SPECULATION,
-    TOKEN_HELP,
-    add_connection,
-    add_settings,
-    connect,
-    settings_of,
-)
 from pilotfish.client.sync_client import Client
-from pilotfish.client.terminal import AnswerPrinter, legend, printable
-
-OK, FAILED, INTERRUPTED = 0, 1, 130
+from pilotfish.client.terminal import settings
+from pilotfish.client.terminal.comparison import compare
+from pilotfish.client.terminal.printing import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    AnswerPrinter,
+    consoles,
+    legend,
+    print_problem,
+    printable,
+)
 
 
 def main(argv: list[str]) -> int:
     """Run `pilotfish generate` with these arguments and return the exit code. A wrong command line exits with 2."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    notes = Console(stderr=True, highlight=False, no_color=arguments.no_color or None)
+    out, notes = consoles(no_color=arguments.no_color)
     try:
         prompt = _prompt(arguments)
-        with connect(arguments) as client:
-            _run(client, prompt, arguments, notes)
+        with settings.connect(arguments) as client:
+            _run(client, prompt, arguments, out, notes)
     except (RequestFailedError, OSError, UnicodeDecodeError) as error:
         return _fail(error, notes)
     except KeyboardInterrupt:
@@ -57,7 +56,7 @@ def _fail(error: Exception, notes: Console) -> int:
     if isinstance(error, BrokenPipeError):  # the reader (`| head`) closed the pipe: this is no error to report
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     else:
-        notes.print(f"pilotfish generate: {error}", style="red", markup=False, soft_wrap=True)
+        print_problem(f"pilotfish generate: {error}", notes)
     return FAILED
 
 
@@ -68,22 +67,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pilotfish generate",
         description="Generate text and stream it: the answer of a chat model, or the continuation of a base model.",
-        epilog=TOKEN_HELP,
+        epilog=settings.TOKEN_HELP,
     )
     parser.add_argument("prompt", nargs="?", help="the prompt; - reads it from standard input")
     parser.add_argument("--file", type=Path, metavar="PATH", help="read the prompt from this file (- for stdin)")
     parser.add_argument(
         "--raw", action="store_true", help="continue the prompt as it is; default: the user's turn in the chat template"
     )
-    add_connection(parser)
+    settings.add_connection(parser)
     parser.add_argument(
         "--compare", action="store_true", help="run again by turns with and without drafts; show the gain"
     )
-    sampling = add_settings(parser, "sampling and stopping", SAMPLING)
+    sampling = settings.add_settings(parser, "sampling and stopping", settings.SAMPLING)
     sampling.add_argument("--n", type=int, help="number of outputs; several are shown when all are complete")
     sampling.add_argument("--logprobs", type=int, metavar="N", help="list all tokens with N alternatives each")
     _add_structure(parser)
-    add_settings(parser, "speculation", SPECULATION)
+    settings.add_settings(parser, "speculation", settings.SPECULATION)
     return parser
 
 
@@ -104,7 +103,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
 
 def _options(arguments: argparse.Namespace) -> GenerateOptions:
     return {
-        **settings_of(arguments),
+        **settings.settings_of(arguments),
         "n": arguments.n,
         "logprobs": None if arguments.logprobs is None else True,
         "top_logprobs": arguments.logprobs,
@@ -133,8 +132,7 @@ class _Outcome:
         return self.finished
 
 
-def _run(client: Client, text: str, arguments: argparse.Namespace, notes: Console) -> None:
-    out = Console(highlight=False, no_color=arguments.no_color or None)
+def _run(client: Client, text: str, arguments: argparse.Namespace, out: Console, notes: Console) -> None:
     prompt: Prompt = text
     options, marks = _options(arguments), None
     model = None if arguments.raw else client.model_info()

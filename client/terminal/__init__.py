@@ -1,0 +1,1 @@
+"""The commands `pilotfish chat` and `pilotfish generate`: a person or a pipe at a running server."""
