@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Sequence
+from _thread import start_new_thread
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Self, TypeVar, Unpack
 
 import grpc
@@ -21,6 +25,7 @@ from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
 
 RequestT = TypeVar("RequestT")
 AnswerT = TypeVar("AnswerT")
+CallT = TypeVar("CallT")
 
 
 class Client:
@@ -85,7 +90,7 @@ class Client:
         stream = ResumableStream(build_request(prompt, options), Patience(self._retry, timeout))
         while True:
             request, timeout = stream.next_request(), stream.timeout
-            call = self._inference.GenerateStream(request, timeout=timeout, metadata=self._metadata)
+            call = _begin(partial(self._inference.GenerateStream, request, timeout=timeout, metadata=self._metadata))
             try:
                 for message in call:
                     yield stream.take(message)
@@ -173,6 +178,29 @@ class Client:
 
     def _abort(self, request: control_pb2.AbortRequest) -> int:
         return self._ask(self._control.Abort, request).aborted_requests
+
+
+def _begin(call: Callable[[], CallT]) -> CallT:
+    """Begin a stream where Ctrl-C cannot interrupt it, which is outside of the main thread.
+
+    gRPC registers the call first, then starts the thread that completes it. An interrupt in between would leave a call
+    that is never complete, for which `Channel.close` would wait forever. An interrupt here drops the call, which
+    cancels it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    begun: SimpleQueue[Future[CallT]] = SimpleQueue()
+
+    def begin() -> None:
+        result: Future[CallT] = Future()
+        try:
+            result.set_result(call())
+        except Exception as error:  # noqa: BLE001  # raised on the main thread
+            result.set_exception(error)
+        begun.put(result)
+
+    start_new_thread(begin, ())
+    return begun.get().result()
 
 
 def _answer(

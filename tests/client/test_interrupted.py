@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import sys
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -189,3 +191,48 @@ def test_closing_the_iterator_cancels_the_call_that_continues_it(kind, fake):
             assert [next(events) for _ in range(3)] == EVENTS[:3]
             assert not fake.ended[1].is_set()
         assert fake.ended[1].wait(5)
+
+
+# ------------------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def interrupt_at(number):
+    """A trace function of this thread that raises KeyboardInterrupt at its call of this number, as Ctrl-C does."""
+    calls = itertools.count()
+
+    def trace(frame, *_):
+        # No lock of Python's survives an interrupt in the instant before `__exit__` releases it.
+        if frame.f_code.co_name != "__exit__" and next(calls) == number:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    return trace
+
+
+def interrupted(address, number):
+    """A client whose stream was interrupted, and its events; None if the stream had fewer calls."""
+    connection = client.Client(address)
+    try:
+        sys.settrace(interrupt_at(number))
+        events = list(connection.stream("x"))
+        return connection, None if sys.gettrace() is None else events  # else lost in a destructor
+    except KeyboardInterrupt:
+        return connection, None
+    finally:
+        sys.settrace(None)
+
+
+# An interrupt in a destructor is lost, and some confuse a thread of gRPC, which says so and ends.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_client_closes_after_ctrl_c_at_any_call_of_a_stream(fake):
+    """gRPC's channel waits for its calls, and one whose thread was not started would never end."""
+    for number in itertools.count():
+        connection, events = interrupted(fake.address, number)
+        closing = threading.Thread(target=connection.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive(), f"interrupted at call {number}"
+        if events is not None:
+            break
+    assert (number > 30, events) == (True, EVENTS)
