@@ -40,7 +40,7 @@ demo: ## Chat with SmolLM2 (98 MB, fetched once) and have it edit a file; compar
 
 SLOW ?= slow
 # Files in the order of tests/conftest.py, not by their numbers of tests: what takes long is not left for the end.
-RUN_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+RUN_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # The heart: no matrices, no C, no model of a published family.
 QUICK := tests/style $(addprefix tests/engine/,control kv request sampling test_engine.py test_invariants.py test_scheduler.py) \
 	$(addprefix tests/server/test_,generate.py life.py limits.py queue.py order.py resume.py) \

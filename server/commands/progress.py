@@ -36,20 +36,29 @@ class Stopped(KeyboardInterrupt):
 def stoppable() -> Iterator[None]:
     """Raise `Stopped` for the first SIGINT or SIGTERM inside the block; a second one ends the process at once.
 
-    Only the main thread can do this; in another thread the block runs unchanged.
+    Also if a library raises its own error instead, as C extensions do that are interrupted while they import. Only the
+    main thread can do this; in another thread the block runs unchanged.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    stopped: Stopped | None = None
+
     def stop(number: int, _: FrameType | None) -> None:
+        nonlocal stopped
         for each in before:
             signal.signal(each, signal.SIG_DFL)
-        raise Stopped(number)
+        stopped = Stopped(number)
+        raise stopped
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except Exception as error:
+        if stopped is None:
+            raise
+        raise stopped from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

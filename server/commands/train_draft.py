@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pilotfish.engine.errors import InvalidRequest, ModelError
 from pilotfish.engine.training.plan import Schedule, TextPlan
 from pilotfish.server.commands.arguments import Tokens, at_least, read_prompts
-from pilotfish.server.commands.progress import Progress, Stopped
+from pilotfish.server.commands.progress import Progress, Stopped, stoppable
 from pilotfish.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def run(arguments: Sequence[str], progress: Progress) -> tuple[str, bool]:
         shown = TrainingProgress(progress)
         try:
             progress.note(f"disk: {size}, removed at the end; stop with Ctrl-C, and the same command resumes the run")
-            trainer = train_draft(job, shown)
+            with stoppable():
+                trainer = train_draft(job, shown)
         except Stopped as stop:
             stop.kept = f"texts and steps so far are kept in {folder.folder}: run the same command again to resume"
             raise

@@ -47,12 +47,15 @@ def test_ctrl_c_ends_the_demo_and_its_server_without_a_traceback(tmp_path):
     environment = {**os.environ, "OF_THIS_TEST": str(tmp_path), "PILOTFISH_WARM_UP_SECONDS": "0"}
     command = [sys.executable, "-u", ROOT / "examples" / "demo.py"]
     with subprocess.Popen(command, stdout=PIPE, stderr=STDOUT, text=True, env=environment, process_group=0) as process:
-        seen = [""]
-        while not any("───" in line for line in seen):  # it serves, and has begun to show an answer
-            seen.append(process.stdout.readline())
-            assert seen[-1], "".join(seen)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the server gets it, too
-        rest = process.stdout.read()
+        try:
+            seen = [""]
+            while not any("───" in line for line in seen):  # it serves, and has begun to show an answer
+                seen.append(process.stdout.readline())
+                assert seen[-1], "".join(seen)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the server gets it, too
+            rest = process.stdout.read()
+        finally:
+            process.kill()  # a demo that hangs would hang the test, too
     assert (process.returncode, rest.count("Traceback")) == (130, 0), rest
     assert rest.endswith("\nStopped.\n")
     assert _processes_with(f"OF_THIS_TEST={tmp_path}".encode()) == []

@@ -6,12 +6,13 @@ import io
 import os
 import pty
 import re
+import signal
 import threading
 
 import pytest
 
 from pilotfish.server.commands import progress as module
-from pilotfish.server.commands.progress import Progress, TimeBudget, duration, stoppable
+from pilotfish.server.commands.progress import Progress, Stopped, TimeBudget, duration, stoppable
 
 
 class Clock:
@@ -98,6 +99,22 @@ def test_other_threads_are_not_stoppable() -> None:
     thread.start()
     thread.join()
     assert done == [True]
+
+
+def test_a_stop_stays_one_when_a_library_raises_its_own_error_for_it() -> None:
+    """And an error before any signal stays an error."""
+
+    def load() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ImportError("multiarray failed to import") from None
+
+    with pytest.raises(Stopped) as stopped, stoppable():
+        load()
+    assert stopped.value.exit_code == 143
+    with pytest.raises(ImportError, match="no such"), stoppable():
+        raise ImportError("no such library")
 
 
 def test_a_pipe_has_no_control_characters_and_needs_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_one_sentence_and_an_exit_code(
     if name == "train-draft":
         command += ("--out", str(tmp_path / "head"))
     with stopped(["-c", PROGRAM, *command], seen, number) as (code, out, err):
-        assert code == 128 + number
+        assert code == 128 + number, err
         assert "Traceback" not in err
         assert err.splitlines()[-1].startswith(f"pilotfish {name}: stopped; ")
         if seen in ("tokens/s", "KL", "comparing requests", "generating", "disk:"):
