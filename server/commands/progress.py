@@ -36,8 +36,8 @@ class Stopped(KeyboardInterrupt):
 def stoppable() -> Iterator[None]:
     """Raise `Stopped` for the first SIGINT or SIGTERM inside the block; a second one ends the process at once.
 
-    Also if a library raises its own error instead, as C extensions do that are interrupted while they import. Only the
-    main thread can do this; in another thread the block runs unchanged.
+    `Stopped` also replaces an error that a library raises because of the signal, as C extensions do that are
+    interrupted while they import. Only the main thread can do this; in another thread the block runs unchanged.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
