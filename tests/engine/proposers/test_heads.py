@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -184,9 +185,12 @@ def test_what_fails_costs_its_drafts_alone(tmp_path: Path, name: str, fault: str
     assert fakes.run(engine, asked, failures=3).tokens == want
 
 
-def test_a_candidate_that_fails_leaves_the_drafting_to_the_others(tmp_path: Path) -> None:
+def test_a_candidate_that_fails_leaves_the_drafting_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After three failures the head has drafted nothing, and the lookup drafts for the sequences of `auto`."""
     engine = engine_of(draft=heads.eagle(tmp_path), proposer="auto", num_draft_tokens=4)
+    monkeypatch.setattr(engine, "_clock", count().__next__)  # measured times would decide how often the head is asked
     text = (5, 6, 7, 8, 9, 10) * 8
     engine.proposers.by_name["eagle"].propose = broken
     done = fakes.run(engine, [fakes.request(text, max_tokens=60, logit_bias={5: 60.0})], failures=3)

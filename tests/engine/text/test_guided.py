@@ -501,12 +501,12 @@ def test_the_least_recently_used_goes(counted):
 
 def test_who_waits_too_long_is_told_and_holds_up_nobody(counted):
     compiled, gate = counted
-    compiler = limited(compile_seconds=0.3)
-    assert "guided.regex is 'wait': compilation took more than 0.3 s" in refusal(Guided(regex="wait"), compiler)
+    compiler = limited(compile_seconds=1.0)
+    assert "guided.regex is 'wait': compilation took more than 1 s" in refusal(Guided(regex="wait"), compiler)
     compiler.compile(Guided(regex="a"))  # another thread is free
     started = time.monotonic()
     refusal(Guided(regex="wait"), compiler)  # told at once: its time is over
-    assert time.monotonic() - started < 0.25
+    assert time.monotonic() - started < 0.9
     gate.set()
     deadline = time.monotonic() + GENEROUS
     while not compiler._entries[Guided(regex="wait")].result.done() and time.monotonic() < deadline:
