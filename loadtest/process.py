@@ -135,8 +135,8 @@ class ServerProcess:
             self.process = subprocess.Popen(self.command, stderr=log, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
         try:
             self._wait()
-        except BaseException:
-            self.kill()
+        except BaseException:  # a signal, too
+            self.stop()
             raise
 
     def __exit__(

@@ -49,8 +49,8 @@ async def test_one_at_a_time_beside_two_hundred_endless_ones(tmp_path):
                 beside.append(num_tokens - before)
                 assert len(await read_to_end(call)) == 1
             assert not [hog for hog in hogs if hog.done()], "the others go on as well"
-            # The step under way, one whose results are on their way, and little more: not the end of a stream.
-            assert statistics.median(beside) <= 4 * PLACES
+            # Those of a few steps; on a busy machine more of them are on their way. The end of a stream is 20,000 away.
+            assert statistics.median(beside) <= 16 * PLACES
         finally:
             for hog in hogs:
                 hog.cancel()
