@@ -19,6 +19,7 @@ from typing import Self
 from prometheus_client.parser import text_string_to_metric_families
 
 from pilotfish.client import Client
+from pilotfish.server.commands.progress import signals_deferred
 
 SERVE = ("-c", "from pilotfish.server.cli import main; raise SystemExit(main())", "serve")
 # The server and the load generator share this machine: on two cores, each of them uses one thread.
@@ -131,13 +132,14 @@ class ServerProcess:
         """Start or restart the process, and wait until it serves."""
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-        with Path(self._log or os.devnull).open("ab") as log:
-            self.process = subprocess.Popen(self.command, stderr=log, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
-        try:
+        with contextlib.ExitStack() as on_failure:  # a signal, too
+            with Path(self._log or os.devnull).open("ab") as log, signals_deferred():
+                self.process = subprocess.Popen(
+                    self.command, stderr=log, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+                )
+                on_failure.callback(self.stop)
             self._wait()
-        except BaseException:  # a signal, too
-            self.stop()
-            raise
+            on_failure.pop_all()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Clock = Callable[[], float]
 EVERY_SECONDS = 5.0  # between two lines of a stage that are not on a terminal
+_SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class Stopped(KeyboardInterrupt):
@@ -52,7 +53,7 @@ def stoppable() -> Iterator[None]:
         stopped = Stopped(number)
         raise stopped
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in _SIGNALS}
     try:
         yield
     except Exception as error:
@@ -62,6 +63,27 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM only at the end of the block, which for instance starts a process and keeps its id.
+
+    Only the main thread can do this, which alone handles signals; in another thread the block runs unchanged.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    came: list[int] = []
+    handlers = {each: signal.signal(each, lambda number, _: came.append(number)) for each in _SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 class Progress(AbstractContextManager["Progress"]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
@@ -12,7 +13,7 @@ import threading
 import pytest
 
 from pilotfish.server.commands import progress as module
-from pilotfish.server.commands.progress import Progress, Stopped, TimeBudget, duration, stoppable
+from pilotfish.server.commands.progress import Progress, Stopped, TimeBudget, duration, signals_deferred, stoppable
 
 
 class Clock:
@@ -54,20 +55,22 @@ def test_on_a_terminal_there_is_one_live_line_and_it_is_removed(monkeypatch: pyt
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     leader, follower = pty.openpty()
-    with os.fdopen(follower, "w") as terminal:
-        with Progress(terminal) as progress:
-            progress.begin("comparing [model]", 40)
-            progress.update(10, "K=4")
-            progress.note("a remark that stays")
-        terminal.flush()
-        written = os.read(leader, 1 << 16).decode()
+    with os.fdopen(follower, "w") as terminal, Progress(terminal) as progress:
+        progress.begin("comparing [model]", 40)
+        progress.update(10, "K=4")
+        progress.note("a remark that stays")
+    written = b""
+    with contextlib.suppress(OSError):  # at the end
+        while more := os.read(leader, 1 << 16):
+            written += more
     os.close(leader)
-    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", written)]
+    shown = written.decode()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", shown)]
     live = next(line for line in lines if "10/40" in line)
     assert "comparing [model]" in live
     assert "K=4" in live
     assert "a remark that stays" in lines
-    assert written.rstrip("\r\n").endswith("\x1b[2K"), "the live line is erased at the end"
+    assert shown.rstrip("\r\n").endswith("\x1b[2K"), "the live line is erased at the end"
 
 
 def test_durations() -> None:
@@ -91,7 +94,7 @@ def test_a_budget_begins_no_work_that_would_end_too_late() -> None:
 
 def test_other_threads_are_not_stoppable() -> None:
     def run() -> None:
-        with stoppable():
+        with stoppable(), signals_deferred():
             done.append(True)
 
     done: list[bool] = []
@@ -115,6 +118,14 @@ def test_a_stop_stays_one_when_a_library_raises_its_own_error_for_it() -> None:
     assert stopped.value.exit_code == 143
     with pytest.raises(ImportError, match="no such"), stoppable():
         raise ImportError("no such library")
+
+
+def test_a_deferred_signal_stops_after_the_block() -> None:
+    done: list[bool] = []
+    with pytest.raises(Stopped) as stopped, stoppable(), signals_deferred():
+        done += signal.raise_signal(signal.SIGTERM), True
+    assert done[1:] == [True]
+    assert stopped.value.exit_code == 143
 
 
 def test_a_pipe_has_no_control_characters_and_needs_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
