@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +33,7 @@ from pilotfish import Client, Delta
 from pilotfish.client import ChatMessage, Completion
 from pilotfish.client.options import GenerateOptions, Prompt, SpeculationMode
 from pilotfish.models.corpus import held_out_prompts
+from pilotfish.server.commands.progress import signals_deferred
 
 QUESTIONS = "What is the capital of France?", "What is photosynthesis?", "Write that again in simpler words."
 FILE = """{
@@ -191,8 +192,10 @@ def running_server(out: Console, *arguments: str) -> Iterator[Client]:
     pilotfish = str(Path(sys.executable).with_name("pilotfish"))
     command = [pilotfish, "serve", *arguments, f"--grpc-port={grpc_port}", f"--http-port={http_port}"]
     out.print(" ".join(["$ pilotfish", *command[1:]]))
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - our own command
+    with tempfile.TemporaryFile("w+") as log, ExitStack() as at_end:
+        with signals_deferred():
+            process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - our own command
+            at_end.callback(stop, process)
         try:
             wait_until_serving(process, f"127.0.0.1:{grpc_port}")
             with Client(f"127.0.0.1:{grpc_port}") as client:
@@ -201,8 +204,6 @@ def running_server(out: Console, *arguments: str) -> Iterator[Client]:
             log.seek(0)
             out.print(f"The server's log:\n{log.read()}", markup=False)
             raise
-        finally:
-            stop(process)
     if process.returncode:
         raise RuntimeError(f"the server exited with {process.returncode} after SIGTERM")
 

@@ -40,50 +40,49 @@ def stoppable() -> Iterator[None]:
     `Stopped` also replaces an error that a library raises because of the signal, as C extensions do that are
     interrupted while they import. Only the main thread can do this; in another thread the block runs unchanged.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
     stopped: Stopped | None = None
 
     def stop(number: int, _: FrameType | None) -> None:
         nonlocal stopped
-        for each in before:
+        for each in _SIGNALS:
             signal.signal(each, signal.SIG_DFL)
         stopped = Stopped(number)
         raise stopped
 
-    before = {number: signal.signal(number, stop) for number in _SIGNALS}
-    try:
-        yield
-    except Exception as error:
-        if stopped is None:
-            raise
-        raise stopped from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with _handled_by(stop):
+        try:
+            yield
+        except Exception as error:
+            if stopped is None:
+                raise
+            raise stopped from error
 
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
     """Handle SIGINT and SIGTERM only at the end of the block, which for instance starts a process and keeps its id.
 
-    Only the main thread can do this, which alone handles signals; in another thread the block runs unchanged.
+    Only the main thread handles signals; in another thread the block runs unchanged.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
     came: list[int] = []
-    handlers = {each: signal.signal(each, lambda number, _: came.append(number)) for each in _SIGNALS}
+    try:
+        with _handled_by(lambda number, _: came.append(number)):
+            yield
+    finally:
+        for number in came:
+            signal.raise_signal(number)
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Context with this handler of SIGINT and SIGTERM in the main thread, and no change in another one."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in (_SIGNALS if is_main else ())}
     try:
         yield
     finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
-        for number in came:
-            signal.raise_signal(number)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class Progress(AbstractContextManager["Progress"]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from examples import demo
 from pilotfish.client import Client
+from pilotfish.client.options import GenerateOptions
 from pilotfish.models import published
 from tests.docs.test_readme import README
 
@@ -88,6 +91,14 @@ def test_the_python_example_runs(served: tuple[str, str], capsys: pytest.Capture
     printed = capsys.readouterr().out
     assert printed.startswith("Photosynthesis is ")
     assert printed.endswith("the same tokens: True\n")
+
+
+def test_most_tokens_of_the_edit_are_in_the_prediction(served: tuple[str, str]) -> None:
+    with Client(served[0]) as client:
+        [call] = demo.edit(client, Console(file=io.StringIO()))
+        options: GenerateOptions = {**call.options, "speculation": "fixed"}  # K does not follow measured times
+        done = client.generate(call.prompt, **options)
+    assert done.finished.speculation_stats.accepted > len(done.token_ids) / 2
 
 
 def test_the_demo_chats_and_edits(site: Path, capsys: pytest.CaptureFixture[str]) -> None:

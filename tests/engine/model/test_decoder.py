@@ -417,7 +417,8 @@ def _model(kind: str, more: dict[str, Any], *, is_soft: bool = False) -> PreTrai
 
 def _runner(made: PreTrainedModel | DecoderModel) -> ModelRunner:
     arena, states = KVArena(layout_of_model(made), 8, 32, CPU), StateArena.of(made, 4, 1, CPU)
-    return ModelRunner(made, arena, choose("auto", CPU, row_wise=True), states=states)
+    attend = choose("auto", CPU, row_wise=True)  # as for a model whose matrices our C multiplies
+    return ModelRunner(made, arena, attend, states=states)
 
 
 def _off(got: torch.Tensor, want: torch.Tensor, share: float = 1.0) -> float:

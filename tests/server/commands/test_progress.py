@@ -122,10 +122,15 @@ def test_a_stop_stays_one_when_a_library_raises_its_own_error_for_it() -> None:
 
 def test_a_deferred_signal_stops_after_the_block() -> None:
     done: list[bool] = []
-    with pytest.raises(Stopped) as stopped, stoppable(), signals_deferred():
-        done += signal.raise_signal(signal.SIGTERM), True
-    assert done[1:] == [True]
-    assert stopped.value.exit_code == 143
+
+    def run() -> None:
+        with signals_deferred():
+            signal.raise_signal(signal.SIGTERM)
+            done.append(True)
+
+    with pytest.raises(Stopped) as stopped, stoppable():
+        run()
+    assert (done, stopped.value.exit_code) == ([True], 143)
 
 
 def test_a_pipe_has_no_control_characters_and_needs_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
