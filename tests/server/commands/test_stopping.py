@@ -16,6 +16,7 @@ import pytest
 
 from loadtest.process import ServerProcess
 from pilotfish.models import embedded_target
+from tests.processes import alive_in
 
 PROGRAM = "from pilotfish.server.cli import main; raise SystemExit(main())"
 QUICK = ("--threads", "1", "--warm-up-seconds", "0")
@@ -59,8 +60,7 @@ def stopped(command: Sequence[str], seen: str, number: signal.Signals) -> Iterat
     finally:
         process.kill()
     yield process.returncode, out.decode(), (read + rest).decode()
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    assert not alive_in(process.pid)
 
 
 CASES = [
